@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tinker_lightning import Datum
 from tinker_lightning.lightning.deferred_metrics import window_metrics
-from tinker_lightning.remote.calls import PendingBackward
+from tinker_lightning.remote.calls import ServerCall
 from tinker_lightning.types import ForwardBackwardOutput
 
 
 def ran(
     told: dict[str, float], count: int, loss: str = "mine", added: float | None = None, **config: float
-) -> tuple[ForwardBackwardOutput, PendingBackward]:
+) -> tuple[ForwardBackwardOutput, ServerCall]:
     """A pass of `count` datums with a loss that only its server knows."""
     datums = [Datum.from_tokens([1, 2, 3])] * count
-    call = PendingBackward(datums, loss, config or None, 0.5, by_server=True, name=loss, added=added)
+    call = ServerCall(datums, loss, config, [torch.tensor(0.5)], added)
     return ForwardBackwardOutput([], told), call
 
 

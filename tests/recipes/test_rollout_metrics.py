@@ -17,7 +17,7 @@ from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.group_loss import TrainedGroup
-from tinker_lightning.remote.calls import PendingBackward
+from tinker_lightning.remote.calls import ServerCall
 from tinker_lightning.types import ForwardBackwardOutput
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _ranked() -> Any:
     return lambda _prompt, _completion: float(next(count) % 3)
 
 
-def _call(module: GRPO) -> PendingBackward:
+def _call(module: GRPO) -> ServerCall:
     trained = TrainedGroup(group_of((1.0, 2), (0.0, 2)), [1.0, -1.0])
     data = module.with_inputs(trained)
-    return PendingBackward(data, "importance_sampling", about=(trained, data))
+    return ServerCall(data, "importance_sampling", {}, about=(trained, data))

@@ -12,7 +12,7 @@ from lightning.pytorch.tuner import lr_finder
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat
 from tinker_lightning.losses.regularizers import composition
-from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.lm import RemoteHandle
 from tinker_lightning.remote.optimizers import RemoteOptimizer
 from tinker_lightning.rows.formats import DatumLike, is_row
 

@@ -27,7 +27,7 @@ from tinker_lightning.losses.surrogate import PASS_METRICS, prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote import group
-from tinker_lightning.remote.calls import PendingBackward, Step
+from tinker_lightning.remote.calls import ServerCall, Step
 from tinker_lightning.rows.batches import count_datums
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.types import Datum, ForwardBackwardOutput
 
-    FinishedPass: TypeAlias = tuple[ForwardBackwardOutput, PendingBackward]
+    FinishedPass: TypeAlias = tuple[ForwardBackwardOutput, ServerCall]
 
 LOSS = "train_loss"
 VALUE = "value"
@@ -219,7 +219,7 @@ def window_metrics(passes: Sequence[FinishedPass], share: float = 1.0) -> dict[s
     """
     different: dict[tuple[bool, str, str], list[FinishedPass]] = {}
     for output, call in passes:
-        key = (call.added is not None, call.name, repr(sorted((call.config or {}).items())))
+        key = (call.added is not None, call.name, repr(sorted(call.config.items())))
         different.setdefault(key, []).append((output, call))
     metrics: dict[str, float] = {LOSS: 0.0}
     names: Counter[str] = Counter()

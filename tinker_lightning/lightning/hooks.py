@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,7 @@ from tinker_lightning.lightning.session import LAST_WAIT
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote import group
-from tinker_lightning.remote.handle import RemoteHandle
-from tinker_lightning.remote.lm import holds_server_loss
+from tinker_lightning.remote.lm import RemoteHandle, holds_server_loss
 from tinker_lightning.threads import interrupts
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.calls import Step
+    from tinker_lightning.remote.window import RemoteModel
 
 
 logger = logging.getLogger("tinker_lightning")
@@ -203,24 +204,27 @@ class RemoteHooks(pl.Callback):
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""
         detach(trainer)
-        self._module.lm.handle.remote.on_step = None
+        for remote in group.remotes_of(self._module):
+            remote.on_step = None
         self._module.drain()
 
     def _connect(self) -> None:
-        self._module.lm.handle.remote.on_step = self._on_step
         for remote in group.remotes_of(self._module):
             remote.while_waiting = self._check_sigterm
-            # Ctrl-C is held from a step's submission until Lightning has counted it: a run that stopped in between
-            # would repeat the step after a resume.
-            remote.on_sent = self._hold.begin if self._module.automatic_optimization else None
+            remote.on_step = functools.partial(self._on_step, remote)
 
-    def _on_step(self, requests: Step) -> None:
-        """Notes the metrics of a step, which are logged when they arrive."""
-        module, trainer = self._module, self._trainer
-        share = 1.0
+    def _on_step(self, remote: RemoteModel, requests: Step) -> None:
+        """Notes the metrics of a step of the module's own model, which are logged when they arrive.
+
+        Ctrl-C is held from a step's submission until Lightning has counted it: a run that stopped in between would
+        repeat the step after a resume.
+        """
+        module, trainer, share = self._module, self._trainer, 1.0
         if module.automatic_optimization:
             share = trainer.accumulate_grad_batches / max(1, len(module._window_metrics))
-        module._deferred.add(requests, trainer, share)
+            self._hold.begin()
+        if remote is module.lm.handle.remote:
+            module._deferred.add(requests, trainer, share)
 
     def _check_sigterm(self) -> None:
         """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""

@@ -27,7 +27,7 @@ from tinker_lightning.losses.reduction import target_weights, total_weight
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote import group
-from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.lm import RemoteHandle
 from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat

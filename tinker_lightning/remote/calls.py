@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import check_factor
 from tinker_lightning.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse, TensorData
 
@@ -39,10 +38,9 @@ class Call:
         else:
             self.gradients = [old + new for old, new in zip(self.gradients, gradients, strict=True)]
 
-    def prepare(self, backend: TrainingBackend) -> PendingBackward:
-        """Validates the call and converts it to a request."""
-        request = backend.prepare_gradient(self.datums, self.gradients or [], self.logprobs, self.retained)
-        return PendingBackward(self.datums, surrogate.SURROGATE, request=request)
+    def prepare(self, backend: TrainingBackend) -> Any:
+        """Validates the call and returns it as a request."""
+        return backend.prepare_gradient(self.datums, self.gradients or [], self.logprobs, self.retained)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,30 +65,22 @@ class ServerCall:
         """The name of the loss."""
         return str(self.loss if isinstance(self.loss, str) else self.loss.name)
 
-    def prepare(self, backend: TrainingBackend) -> PendingBackward:
-        """Validates the call and converts it to a request; raises if the gradient of the loss is 0."""
-        scale = float(self.gradients[0]) if self.gradients else 0.0
-        check_factor(self.name, scale)
+    @property
+    def scale(self) -> float:
+        """The factor of the loss in what is trained: the gradient with respect to its value."""
+        return float(self.gradients[0]) if self.gradients else 0.0
+
+    def prepare(self, backend: TrainingBackend) -> Any:
+        """Validates the call and returns it as a request; raises if the gradient of the loss is 0."""
+        check_factor(self.name, self.scale)
         config = self.config or None
-        request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=scale)
-        if isinstance(request, ServerPass):  # only metrics are read, which ignore the same positions as the loss
-            request = replace(request, counted_only=True)
-        return PendingBackward(self.datums, self.loss, config, scale, True, self.name, self.added, request, self.about)
+        request = backend.prepare(self.datums, self.loss, config, loss_fn_inputs=self.inputs, scale=self.scale)
+        # Only metrics are read, which ignore the same positions as the loss.
+        return replace(request, counted_only=True) if isinstance(request, ServerPass) else request
 
 
-@dataclass(frozen=True, slots=True)
-class PendingBackward:
-    """A backward pass that is ready to be sent: the request, and the data that its metrics are computed from."""
-
-    datums: list[Datum]
-    loss: Any
-    config: Mapping[str, float | str] | None = None
-    scale: float = 1.0
-    by_server: bool = False
-    name: str = surrogate.SURROGATE
-    added: float | None = None
-    request: Any = None
-    about: Any = None
+PreparedCall: TypeAlias = tuple[Call | ServerCall, Any]
+"""A copy of a call in the window, and its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,29 +106,8 @@ class Step:
 
     backwards: list[TinkerFuture[ForwardBackwardOutput]]
     optim: TinkerFuture[OptimStepResponse]
-    # The results of server-side losses and their requests.
-    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], PendingBackward]] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Clip:
-    """A clip of the gradient of one window, which the server carries out."""
-
-    received: int  # how many gradients the model had received
-    limit: float | None = None  # the norm to clip to, None before it is known
-    step: Step | None = None  # the step of the window, once it is sent
-
-    def value(self) -> float:
-        """Returns the norm before clipping, and waits for the step; raises `InvalidInput` before the step."""
-        if self.step is None:
-            raise InvalidInput(
-                "the norm of the gradient of a remote model is known after the step that the server takes. Call "
-                "optimizer.step() first, then read it."
-            )
-        metrics = self.step.optim.result().metrics or {}
-        if "grad_norm" not in metrics:
-            raise InvalidInput("this server does not report the norm of the gradient")
-        return float(metrics["grad_norm"])
+    # The results of server-side losses and their calls.
+    losses: list[tuple[TinkerFuture[ForwardBackwardOutput], ServerCall]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.futures import note_failures, raise_together
-from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.lm import RemoteHandle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,10 +48,9 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
     A `KeyboardInterrupt` or `SystemExit` gets no notes; the next use of the models raises the failures.
     """
-    end = time.monotonic() + timeout
-    for remote in remotes_of(module):
-        remote.unread.wait(max(0.0, end - time.monotonic()))
-        if isinstance(error, Exception):
+    wait_for_all(module, timeout)
+    if isinstance(error, Exception):
+        for remote in remotes_of(module):
             note_failures(error, remote.unread.take_failures())
 
 

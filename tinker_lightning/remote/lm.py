@@ -10,21 +10,85 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tinker_lightning.client.sdk.inputs import to_datums
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
+from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, Pass, ServerCall, tokens_of
-from tinker_lightning.remote.deferred_loss import DeferredLoss
-from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.gradient import RemoteGradient
 from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.remote.window import RemoteModel
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tinker_lightning.client.backend import TrainingBackend
+
+# The names of functions and methods, without the underscores of operators and in-place variants.
+_SUMS = "add iadd isub mean neg negative pos positive radd rsub sub subtract sum"
+_COPIES = """
+bfloat16 broadcast_to cat clone concat contiguous cpu cuda detach double expand expand_as flatten float getitem half
+hstack index_select movedim narrow permute ravel repeat requires_grad reshape select split squeeze stack t to transpose
+type type_as unbind unsqueeze view view_as vstack where
+"""
+# Attributes and the properties that a tensor has before its value is known.
+_PROPERTIES = "get is_complex is_contiguous is_floating_point is_inference is_same_size isfinite isinf isnan"
+_AFFINE = frozenset(f"{_SUMS} {_COPIES} {_PROPERTIES}".split())
+_PRODUCTS = frozenset(["dot", "imul", "inner", "matmul", "mul", "multiply", "rmul"])
+_QUOTIENTS = frozenset(["div", "divide", "idiv", "itruediv", "true_divide", "truediv"])
+
+
+class RemoteHandle(nn.Parameter):
+    """The only parameter of a remote model: it holds no weights, but connects an optimizer to them.
+
+    Its `.grad` is set while the window holds a gradient; setting it to None, as every `zero_grad` does, drops the
+    window.
+    """
+
+    remote: RemoteModel
+
+    def __new__(cls, remote: RemoteModel) -> Self:
+        """Creates a scalar that autograd treats as a parameter."""
+        handle = super().__new__(cls, torch.zeros(()), True)
+        handle.remote = remote
+        return handle
+
+    @property
+    def grad(self) -> Tensor | None:
+        """A placeholder while the window holds a gradient, else None."""
+        if not self.remote.window:
+            return None
+        gradient = torch.zeros(()).as_subclass(RemoteGradient)
+        gradient.remote = self.remote
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise InvalidInput("the gradient of a remote model cannot be set; call backward() on a loss")
+        self.remote.drop()
+
+    def register_hook(self, hook: Any) -> Any:
+        """Raises an error, because no gradient would ever reach the hook."""
+        del hook
+        raise InvalidInput(
+            "a hook on the gradient of a remote model would never be called: that gradient is on the server. Its norm "
+            "is logged as grad_norm. To watch local layers with W&B, pass only those: logger.watch(module.head)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteHandle:
+        raise InvalidInput(
+            "a remote model cannot be copied: a copy would share the weights on the server. Averaging and EMA "
+            "callbacks copy the module, so they are not supported."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidInput(
+            "a remote model cannot be pickled; save its state on the server and keep the path: RemoteLM.save()"
+        )
 
 
 class RemoteLM(nn.Module):
@@ -125,6 +189,54 @@ class RemoteLM(nn.Module):
         (value,) = _Join.apply(self.handle, call, torch.tensor(torch.nan))  # type: ignore[no-untyped-call]
         assert isinstance(value, Tensor)  # noqa: S101 for the type checker
         return value.as_subclass(DeferredLoss)
+
+
+class DeferredLoss(Tensor):
+    """NaN, connected to the autograd graph.
+
+    A `relu`, a `where` or an `if` of NaN would silently train one of its branches. So only the functions listed in this
+    module, which are affine, may return a tensor with a gradient, a bool or integers.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function; raises `InvalidLoss` if it is not affine."""
+        del types
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if any(map(_matters, tree_leaves(result))) and not _is_affine(func, args, kwargs):
+                name = getattr(func, "__name__", str(func))
+                raise InvalidLoss(f"{name} is not a linear function of a loss that runs on the server. {LINEAR_ONLY}")
+            return tree_map_only(Tensor, lambda one: one.as_subclass(cls) if one.requires_grad else one, result)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind())
+
+    def __format__(self, spec: str) -> str:
+        """Formats the value as a number, which torch does only for `Tensor` itself."""
+        return format(self.detach(), spec)
+
+
+def _matters(result: Any) -> bool:
+    """Returns whether a result takes part in training or is a decision, such as a bool."""
+    if isinstance(result, Tensor):
+        return result.requires_grad or not (result.is_floating_point() or result.is_complex())
+    return isinstance(result, bool)
+
+
+def _is_affine(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _PRODUCTS:
+        return _count([args, kwargs]) == 1
+    if name in _QUOTIENTS:
+        return "rounding_mode" not in kwargs and not _count([args[1:], kwargs.get("other")])
+    return name in _AFFINE
+
+
+def _count(arguments: Any) -> int:
+    """Returns how many arguments are deferred."""
+    return sum(isinstance(leaf, DeferredLoss) for leaf in tree_leaves(arguments))
 
 
 def holds_server_loss(loss: Tensor) -> bool:

@@ -10,14 +10,14 @@ import torch
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote.handle import RemoteHandle
+from tinker_lightning.remote.lm import RemoteHandle
 from tinker_lightning.threads import interrupts
 from tinker_lightning.types import AdamParams, DimuonParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from tinker_lightning.remote.calls import PendingBackward, Step
+    from tinker_lightning.remote.calls import PreparedCall, Step
     from tinker_lightning.remote.window import RemoteModel
     from tinker_lightning.types.params import OptimParams
 
@@ -46,7 +46,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.sent = []
         clip, self.clip_next = self.clip_next, None
-        ready: list[tuple[RemoteModel, list[PendingBackward], OptimParams]] = []
+        ready: list[tuple[RemoteModel, list[PreparedCall], OptimParams]] = []
         for group in self.param_groups:
             group = group if clip is None else {**group, "grad_clip_norm": clip}
             remotes = [parameter.remote for parameter in group["params"] if isinstance(parameter, RemoteHandle)]
@@ -164,18 +164,11 @@ class RemoteAdamW(RemoteOptimizer, torch.optim.AdamW):
 
     @override
     def _step_local(self) -> None:
-        """Runs torch's own step without the handles, which hold no values."""
+        """Runs torch's own step, which skips handles: with the windows sent, they have no gradient."""
         step: Any = torch.optim.AdamW.step
         if getattr(step, "hooked", False):  # torch's profiling wrapper runs step hooks, which already run for this step
             step = step.__wrapped__
-        kept = [group["params"] for group in self.param_groups]
-        try:
-            for group in self.param_groups:
-                group["params"] = [p for p in group["params"] if not isinstance(p, RemoteHandle)]
-            step(self)
-        finally:
-            for group, params in zip(self.param_groups, kept, strict=True):
-                group["params"] = params
+        step(self)
 
 
 class RemoteDiMuon(RemoteOptimizer):

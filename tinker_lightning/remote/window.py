@@ -6,6 +6,7 @@ The protocol has no `zero_grad`, so nothing is sent before the step.
 from __future__ import annotations
 
 import contextlib
+import copy
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture
-    from tinker_lightning.remote.calls import Clip, Pass, PendingBackward
+    from tinker_lightning.remote.calls import Pass, PreparedCall
+    from tinker_lightning.remote.gradient import Clip
     from tinker_lightning.types import ForwardBackwardOutput
     from tinker_lightning.types.params import OptimParams
 
@@ -64,7 +66,6 @@ class RemoteModel:
         self.version = 0  # of the weights; incremented by a step or a load
         # Called after a step was sent, while SIGINT is held; must not block.
         self.on_step: Callable[[Step], None] | None = None
-        self.on_sent: Callable[[], None] | None = None
         self.while_waiting: Callable[[], None] | None = None  # called periodically; an exception ends the wait
         self._in_flight: deque[Step] = deque()
         # Replaces loading by the backend, which may not exist yet.
@@ -206,7 +207,7 @@ class RemoteModel:
                 "window. Clip once, right before optimizer.step(): in Accelerate, `if accelerator.sync_gradients:`."
             )
 
-    def prepare(self, params: OptimParams) -> list[PendingBackward]:
+    def prepare(self, params: OptimParams) -> list[PreparedCall]:
         """Validates and converts the window, or drops it if a call is invalid; waits while too many steps run.
 
         Settings of the step that the server does not support raise before that, and keep the window.
@@ -217,7 +218,7 @@ class RemoteModel:
         self._check_clip()
         self.backend.prepare_step(params)
         try:
-            prepared = [call.prepare(self.backend) for call in self.window]
+            prepared: list[PreparedCall] = [(copy.copy(call), call.prepare(self.backend)) for call in self.window]
             for call in self.window:
                 if isinstance(call, Call):
                     surrogate.warn_if_zero(call.gradients or [], self.loss_name)
@@ -227,7 +228,7 @@ class RemoteModel:
         self._make_room()
         return prepared
 
-    def step(self, prepared: Sequence[PendingBackward], params: OptimParams) -> Step:
+    def step(self, prepared: Sequence[PreparedCall], params: OptimParams) -> Step:
         """Sends the window and an optimizer step, without waiting.
 
         Call it while interrupts and failures are held: a partially sent window would become part of the next step.
@@ -245,8 +246,6 @@ class RemoteModel:
         self.unread.add(step.optim)
         if self.on_step is not None:
             self.on_step(step)
-        if self.on_sent is not None:
-            self.on_sent()
         return step
 
     def save(self) -> SavedState:
@@ -261,11 +260,11 @@ class RemoteModel:
             self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps)
         return self.saved
 
-    def _send(self, prepared: Sequence[PendingBackward], params: OptimParams) -> Step:
+    def _send(self, prepared: Sequence[PreparedCall], params: OptimParams) -> Step:
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
         try:
-            for each in prepared:
-                backwards.append(self.backend.send(each.request))
+            for _, request in prepared:
+                backwards.append(self.backend.send(request))
             optim = self.backend.optim_step(params)
         except Exception as error:
             if sent := self.backend.drop_unsent("dropped, because its step could not be sent"):
@@ -275,10 +274,10 @@ class RemoteModel:
                     "part of the next one. Continue with a new model from a state that was saved before."
                 )
             raise
-        self.tokens.trained += sum(tokens_of(each.datums) for each in prepared)
-        pairs = zip(backwards, prepared, strict=True)
-        losses = [(backward, each) for backward, each in pairs if each.by_server]
-        return Step(backwards, optim, losses)
+        calls = [call for call, _ in prepared]
+        self.tokens.trained += sum(tokens_of(call.datums) for call in calls)
+        pairs = zip(backwards, calls, strict=True)
+        return Step(backwards, optim, [(backward, call) for backward, call in pairs if isinstance(call, ServerCall)])
 
     def _make_room(self) -> None:
         while self._in_flight and self._in_flight[0].optim.done():

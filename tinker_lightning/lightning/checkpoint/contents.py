@@ -20,8 +20,7 @@ from tinker_lightning.lightning import _compat, wandb_runs
 from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import capture_rng
 from tinker_lightning.remote.calls import Call, ServerCall
-from tinker_lightning.remote.handle import RemoteHandle
-from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.remote.lm import RemoteHandle, RemoteLM
 from tinker_lightning.remote.saved_state import SavedState, is_record
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.wire import json as wire_json

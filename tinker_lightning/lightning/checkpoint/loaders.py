@@ -33,7 +33,8 @@ _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
 
 def capture_rng() -> dict[str, Any]:
     """Returns the states of the generators, as plain data that loads with `weights_only=True`."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, gauss = numpy_state
     version, words, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
