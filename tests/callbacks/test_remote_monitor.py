@@ -133,7 +133,7 @@ def test_queue_times_of_servers_that_do_not_report_them() -> None:
 
     first, second, other = record("a", 0, 4), record("a", 1, 7, posted=2), record("b", 1, 3)
     assert list(queue_times([first, second, other]).values()) == [0, 3, 0]  # 1 here, 2 behind the first
-    step = StepRecord(5, 0, 0.0, 5.0, [first, second, other], [(1.0, 3.0), (4.0, 4.5)], [(4.0, 5.0)], tokens=8)
+    step = StepRecord(5, 0.0, 5.0, [first, second, other], [(1.0, 3.0), (4.0, 4.5)], [(4.0, 5.0)], tokens=8)
     assert step.metrics() == {
         "remote/step_s": 4.0,
         "remote/tokens_per_s": 2.0,

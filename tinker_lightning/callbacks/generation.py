@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
+from tinker_lightning.lightning.deferred_metrics import LogStep, log_at
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
@@ -33,6 +33,8 @@ class GeneratingCallback(pl.Callback, ABC):
         sampling_params: How tokens are chosen; by default greedily, up to 64.
         num_samples: The number of continuations of each prompt, sampled in one request.
     """
+
+    name: str
 
     def __init__(
         self,
@@ -54,6 +56,12 @@ class GeneratingCallback(pl.Callback, ABC):
         self.sampling_params = sampling_params or SamplingParams(max_tokens=64, temperature=0)
         self.num_samples = num_samples
         self._last_step = -1
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Distinguishes callbacks of one class by name in checkpoints."""
+        return f"{type(self).__qualname__}({self.name!r})"
 
     @abstractmethod
     def on_samples(
@@ -163,12 +171,6 @@ class GenerationEval(GeneratingCallback):
         self.score = score
         self.name = name
 
-    @property
-    @override
-    def state_key(self) -> str:
-        """Distinguishes evaluations by name in checkpoints."""
-        return f"{type(self).__qualname__}({self.name!r})"
-
     @override
     def on_samples(
         self, trainer: pl.Trainer, module: RemoteModule, samples: list[list[dict[str, Any]]], *, in_epoch: bool
@@ -185,9 +187,7 @@ class GenerationEval(GeneratingCallback):
             for name, value in metrics.items():
                 module.log(name, value, batch_size=len(self.rows), prog_bar=True)
             return
-        for logger in trainer.loggers:
-            logger.log_metrics({"epoch": trainer.current_epoch, **metrics}, step=logged_step(trainer))
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        log_at(trainer, metrics, LogStep(logged_step(trainer), trainer.current_epoch, is_logged=True))
         trainer.progress_bar_metrics.update(metrics)
 
     def _scores(self, index: int, row: Any, sample: dict[str, Any]) -> dict[str, float]:

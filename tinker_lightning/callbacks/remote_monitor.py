@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
 from tinker_lightning.callbacks import timeline
@@ -19,7 +18,7 @@ from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.callbacks.timeline import StepRecord
 from tinker_lightning.client.transport.recording import OperationRecord, Recording
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.deferred_metrics import LogStep, log_at
 from tinker_lightning.remote import group
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class RemoteMonitor(pl.Callback):
         """The files of the last timeline."""
         self._recording = Recording()
         self._active = ExitStack()
-        self._pending: deque[tuple[StepRecord, bool]] = deque()
+        self._pending: deque[tuple[StepRecord, LogStep]] = deque()
         self._in_flight: list[OperationRecord] = []
         self._traced: list[StepRecord] = []
         self._validations: list[tuple[float, float]] = []
@@ -102,17 +101,10 @@ class RemoteMonitor(pl.Callback):
         if trainer.global_step == self._step:
             return  # in the middle of an accumulation window
         now, tokens = time.perf_counter(), _trained(require_remote(self, pl_module))
-        step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
-        record = StepRecord(
-            step,
-            trainer.current_epoch,
-            self._start,
-            now,
-            *self._recording.take(),
-            self._validations,
-            tokens - self._tokens,
-        )
-        self._pending.append((record, bool(every) and (step + 1) % every == 0))
+        when = LogStep.current(trainer)
+        operations, waits = self._recording.take()
+        record = StepRecord(when.step, self._start, now, operations, waits, self._validations, tokens - self._tokens)
+        self._pending.append((record, when))
         self._step, self._tokens, self._validations = trainer.global_step, tokens, []
         self._log(trainer)
         self._start = time.perf_counter()  # to draw a timeline takes seconds, which belong to no step
@@ -127,19 +119,14 @@ class RemoteMonitor(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         """Logs what is known of the steps before an error."""
-        self._log(trainer)
-        self._save(trainer)
-        self._stop()
+        self.on_train_end(trainer)
 
     def _log(self, trainer: pl.Trainer) -> None:
         while self._pending and self._pending[0][0].is_complete:
-            record, to_loggers = self._pending.popleft()
+            record, when = self._pending.popleft()
             record.earlier, self._in_flight = self._in_flight, []
             metrics, self._in_flight = record.metrics(), record.left_in_flight
-            if to_loggers:
-                for each in trainer.loggers:
-                    each.log_metrics({"epoch": record.epoch, **metrics}, step=record.step)
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            log_at(trainer, metrics, when)
             if self.trace_steps is not None and min(self.trace_steps) <= record.step <= max(self.trace_steps):
                 self._traced.append(record)
                 if record.step == max(self.trace_steps):

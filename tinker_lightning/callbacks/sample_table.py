@@ -61,12 +61,6 @@ class SampleTable(GeneratingCallback):
         self._columns = [*_COLUMNS, _REWARD] if self.shows_rollouts else _COLUMNS
         self._started: set[Path] = set()
 
-    @property
-    @override
-    def state_key(self) -> str:
-        """Distinguishes tables by name in checkpoints."""
-        return f"{type(self).__qualname__}({self.name!r})"
-
     @override
     def on_fit_start(self, *_: Any) -> None:
         """Makes the first write of a fit remove the rows of steps that are taken again."""

@@ -34,7 +34,6 @@ class StepRecord:
 
     Args:
         step: The step under which loggers write it.
-        epoch: The epoch.
         start: When the step before ended.
         end: When the step ended here; its requests may still have been in flight.
         operations: What was submitted during the step.
@@ -45,7 +44,6 @@ class StepRecord:
     """
 
     step: int
-    epoch: int
     start: float
     end: float
     operations: list[OperationRecord]

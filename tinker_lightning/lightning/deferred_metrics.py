@@ -103,12 +103,39 @@ class LoggingModule(SessionModule):
 
 
 @dataclass(frozen=True, slots=True)
+class LogStep:
+    """The step that loggers would write now.
+
+    Args:
+        step: The number under which they write it.
+        epoch: The epoch, which Lightning adds to what it logs.
+        is_logged: Whether they write it, by `log_every_n_steps`.
+    """
+
+    step: int
+    epoch: int
+    is_logged: bool
+
+    @classmethod
+    def current(cls, trainer: pl.Trainer) -> LogStep:
+        """Returns the step of a trainer."""
+        step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
+        return cls(step, trainer.current_epoch, bool(every) and (step + 1) % every == 0)
+
+
+def log_at(trainer: pl.Trainer, metrics: Mapping[str, float], when: LogStep) -> None:
+    """Logs metrics under a step, which `self.log` cannot do for an earlier one, nor after the last one."""
+    if when.is_logged and metrics:
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch": when.epoch, **metrics}, step=when.step)
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     requests: Step
     trainer: pl.Trainer
-    step: int
-    epoch: int
-    to_loggers: bool
+    when: LogStep
     share: float
 
 
@@ -129,12 +156,6 @@ class DeferredMetrics:
         self._more_metrics = more_metrics
         self._waiting: deque[_Entry] = deque()
         self._names: set[str] = set()
-        self._has_rate_monitor = False
-
-    def start(self, trainer: pl.Trainer) -> None:
-        """Prepares for the steps of a fit."""
-        callbacks = _compat.CALLBACKS.get(trainer)
-        self._has_rate_monitor = any(isinstance(each, LearningRateMonitor) for each in callbacks)
 
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
         """Returns whether a callback or scheduler monitors a deferred metric; any metric while no name is known yet.
@@ -155,9 +176,7 @@ class DeferredMetrics:
 
         `share` turns the sum over its window, divided by the full window size, into a mean.
         """
-        step, every = _compat.BATCHES_THAT_STEPPED.get(trainer), _compat.LOG_EVERY_N_STEPS.get(trainer)
-        to_loggers = bool(every) and (step + 1) % every == 0
-        self._waiting.append(_Entry(requests, trainer, step, trainer.current_epoch, to_loggers, share))
+        self._waiting.append(_Entry(requests, trainer, LogStep.current(trainer), share))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
@@ -178,14 +197,9 @@ class DeferredMetrics:
                 for _, call in entry.requests.losses:
                     surrogate.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
-            if self._has_rate_monitor:
+            if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
                 metrics.pop("learning_rate", None)  # which that callback logs
-            if entry.to_loggers and metrics:
-                # `self.log` cannot log under another step, and raises after the last one. Lightning adds the epoch to
-                # what it logs, too.
-                for logger in entry.trainer.loggers:
-                    logger.log_metrics({"epoch": entry.epoch, **metrics}, step=entry.step)
-            entry.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            log_at(entry.trainer, metrics, entry.when)
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
 

@@ -110,7 +110,6 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
-        module._deferred.start(trainer)
         settings = model_settings(module)
         wandb_runs.log_settings(trainer, settings)
         if settings != module._banner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from contextlib import contextmanager
@@ -53,9 +52,8 @@ class SessionModule(pl.LightningModule):
         super().__init__()
         self._session = Session(model, adapter, base_url, api_key)
         self.lm = RemoteLM(self._session.client if model is None or isinstance(model, str) else model)
-        remote = self.lm.handle.remote
-        remote.load_state = functools.partial(self._session.load, remote)
-        self._session.remote = remote
+        self._session.remote = self.lm.handle.remote
+        self._session.remote.load_state = self._session.load
         self._tokenizer: Any = None
         self._prompt_sampler = PromptSampler(self.lm, lambda: RowFormat(self.tokenizer))
 
@@ -121,13 +119,14 @@ class SessionModule(pl.LightningModule):
 class Session:
     """Creates the training client of a module at its first use, on a new model or from a saved state."""
 
+    remote: RemoteModel  # the model of the client, whose optimizer is fixed at its creation
+
     def __init__(self, model: Any, settings: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
         # Empty for a training client, which has a model already.
         base_model = os.environ.get("TINKER_BASE_MODEL", "") if model is None else model
         self.base_model = base_model if isinstance(base_model, str) else ""
         self.is_external = not isinstance(base_model, str)  # the user has passed the client
         self.resumes_from: str | None = None
-        self.remote: RemoteModel | None = None  # the model of the client, whose optimizer is fixed at its creation
         self._settings = settings
         self._base_url = base_url
         self._api_key = api_key
@@ -142,7 +141,7 @@ class Session:
         if self._service is None:
             self._service = connect(self._base_url, api_key=self._api_key)
         path, settings = self.resumes_from, dict(self._settings)
-        if self.remote is not None and self.remote.optimizer_kind is not None:
+        if self.remote.optimizer_kind is not None:
             settings["optimizer"] = self.remote.optimizer_kind
         if path is None:
             return self._service.create_lora_training_client(self.base_model, **settings)
@@ -157,8 +156,9 @@ class Session:
         if self._is_closed and not self.is_external:
             raise ClientClosed("this module was closed, and its model with it. Create a new module.")
 
-    def load(self, remote: RemoteModel, state: SavedState) -> None:
+    def load(self, state: SavedState) -> None:
         """Loads a saved state; a model that does not exist yet is created from it at the first use."""
+        remote = self.remote
         exists = self.is_external or remote.is_created
         base_model: str | None = self.base_model
         rank = self._settings["rank"]

@@ -88,7 +88,17 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._resume: loop_position.Resume | None = None
         self._snapshot: BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
-        self._retention = StateRetention(self._delete_state, self._checkpoint_folders, self._keep_state)
+        self._retention = StateRetention(
+            lambda state: group.delete_state(self._module, state),
+            self._checkpoint_folders,
+            lambda state: group.keep_state(self._module, state),
+        )
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        """The module, which Lightning connects before it calls anything but the hooks of a failure."""
+        assert self.lightning_module is not None  # noqa: S101 for the type checker
+        return self.lightning_module
 
     @property
     @override
@@ -103,8 +113,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         """Keeps local parameters on the CPU, even if Lightning has detected a GPU."""
-        if self.lightning_module is not None:
-            checks.check_processes(self.lightning_module.trainer)
+        checks.check_processes(self._module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
         _compat.keep_datums(self.precision_plugin)
@@ -115,12 +124,10 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the tensors of a batch but not its datums, unless the module overrides `transfer_batch_to_device`."""
-        module = self.lightning_module
-        if module is None or is_overridden("transfer_batch_to_device", module):
+        module = self._module
+        if is_overridden("transfer_batch_to_device", module) or not count_datums(batch):
             return super().batch_to_device(batch, device, dataloader_idx)
         hook = _compat.CALL_BATCH_HOOK.get(module)
-        if not count_datums(batch):
-            return super().batch_to_device(batch, device, dataloader_idx)
         to = device or module.device
         moved = except_datums(batch, lambda part: hook("transfer_batch_to_device", part, to, dataloader_idx))
         return hook("on_after_batch_transfer", moved, dataloader_idx)
@@ -128,14 +135,13 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Wraps training loaders for look-ahead and resume, and isolates the random numbers of other loaders."""
-        module = self.lightning_module
-        if module is None or isinstance(dataloader, _WRAPPED):
+        if isinstance(dataloader, _WRAPPED):
             return dataloader
-        if not module.trainer.training:
+        if not self._module.trainer.training:
             return IsolatedRngLoader(dataloader)
         if isinstance(dataloader, TrainedPosition):
             return PositionedLoader(dataloader)
-        batches: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        batches: Any = self._module.trainer.fit_loop.epoch_loop.batch_progress
         return ResumableLoader(
             dataloader,
             lambda: batches.current.processed,
@@ -148,10 +154,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._ahead = LookAhead()
         self._loader_states = None
         resume, self._resume = self._resume, None
-        module = self.lightning_module
-        if resume is None or module is None:
+        if resume is None:
             return
-        trainer = module.trainer
+        trainer = self._module.trainer
         resume.restore_limits(trainer)
         loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
         for loader, state in zip(loaders, resume.loaders, strict=False):
@@ -180,9 +185,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
-        assert self.lightning_module is not None  # noqa: S101 for the type checker
         ttl_seconds = TTL_DAYS * 24 * 3600 if self.release_states else None
-        with group.fresh_states(self.lightning_module, ttl_seconds):
+        with group.fresh_states(self._module, ttl_seconds):
             return super().lightning_module_state_dict()
 
     @override
@@ -191,25 +195,23 @@ class TinkerStrategy(SingleDeviceStrategy):
 
         Deletes the remote states of a file that is overwritten, or the new ones if the file cannot be written.
         """
-        module = self.lightning_module
-        new: frozenset[str] = frozenset()
-        if module is not None:
-            trainer = module.trainer
-            if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
-                contents.add_section(checkpoint, module)
-            section = new_section(checkpoint)
-            position: dict[str, Any] = {"rng": capture_rng(), "loop_position": loop_position.capture(trainer)}
-            if self._snapshot is not None and self._snapshot.is_under_way(trainer):
-                # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
-                position["rng"] = self._snapshot.rng
-                position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
-                section.update(self._snapshot.window.state())
-            section["strategy"] = position
-            if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
-                checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
-            for each in trainer.loggers:
-                each.save()  # rows before the checkpoint are not logged again after a resume
-            new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
+        module = self._module
+        trainer = module.trainer
+        if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
+            contents.add_section(checkpoint, module)
+        section = new_section(checkpoint)
+        position: dict[str, Any] = {"rng": capture_rng(), "loop_position": loop_position.capture(trainer)}
+        if self._snapshot is not None and self._snapshot.is_under_way(trainer):
+            # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
+            position["rng"] = self._snapshot.rng
+            position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
+            section.update(self._snapshot.window.state())
+        section["strategy"] = position
+        if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
+            checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
+        for each in trainer.loggers:
+            each.save()  # rows before the checkpoint are not logged again after a resume
+        new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -223,8 +225,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
-        if module is not None:
-            wandb_runs.log_file(module.trainer, filepath, new)
+        wandb_runs.log_file(trainer, filepath, new)
 
     @override
     def remove_checkpoint(self, filepath: _Path) -> None:
@@ -233,8 +234,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().remove_checkpoint(filepath)
         if self.release_states:
             self._retention.replaced(filepath, old)
-        if self.lightning_module is not None:
-            wandb_runs.log_file(self.lightning_module.trainer, filepath, ())
+        wandb_runs.log_file(self._module.trainer, filepath, ())
 
     @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -250,8 +250,8 @@ class TinkerStrategy(SingleDeviceStrategy):
                 f"{checkpoint_path} cannot be read as a checkpoint: {type(error).__name__}: {error}. If it is damaged "
                 "or incomplete, load another checkpoint."
             ) from error
-        module = self.lightning_module
-        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        module = self._module
+        if module.trainer.state.fn == TrainerFn.FITTING:
             self._resume = None
             if SECTION in checkpoint or isinstance(module, RemoteModule):  # not a file of another strategy
                 self._resume = loop_position.Resume.read(checkpoint, checkpoint_path, module.trainer)
@@ -259,18 +259,8 @@ class TinkerStrategy(SingleDeviceStrategy):
                 self._resume.raise_limits(module.trainer, checkpoint)
         return checkpoint
 
-    def _delete_state(self, state: str) -> None:
-        if self.lightning_module is not None:
-            group.delete_state(self.lightning_module, state)
-
-    def _keep_state(self, state: str) -> None:
-        if self.lightning_module is not None:
-            group.keep_state(self.lightning_module, state)
-
     def _checkpoint_folders(self) -> list[str]:
-        module = self.lightning_module
-        callbacks: list[Any] = module.trainer.checkpoint_callbacks if module is not None else []
-        folders = [getattr(callback, "dirpath", None) for callback in callbacks]
+        folders = [getattr(callback, "dirpath", None) for callback in self._module.trainer.checkpoint_callbacks]
         return [str(folder) for folder in folders if folder]
 
     # The end.
@@ -279,13 +269,11 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         """Waits for the last steps of remote models in other modules; a `RemoteModule` does so itself."""
         super().on_train_end()
-        module = self.lightning_module
-        if module is not None:
-            loaders: Any = CombinedLoader(module.trainer.train_dataloader, "max_size_cycle").flattened
-            self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, _RESUMED)]
-        if module is not None and not isinstance(module, RemoteModule):
-            group.wait_for_all(module)
-            group.raise_first(module)
+        loaders: Any = CombinedLoader(self._module.trainer.train_dataloader, "max_size_cycle").flattened
+        self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, _RESUMED)]
+        if not isinstance(self._module, RemoteModule):
+            group.wait_for_all(self._module)
+            group.raise_first(self._module)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
