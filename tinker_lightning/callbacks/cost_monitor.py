@@ -75,9 +75,8 @@ class CostMonitor(pl.Callback):
         return self._usd(self.tokens)
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, _: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Looks up the prices of the model."""
-        del trainer
         module = require_remote(self, pl_module)
         self._prices = self._look_up(module.lm.backend.get_info().model_data.model_name or "")
         self._seen = _count_tokens(module)
@@ -128,9 +127,8 @@ class CostMonitor(pl.Callback):
             )
 
     @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, _: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Counts what was sent after the last step."""
-        del trainer
         self._update(require_remote(self, pl_module))
 
     @override

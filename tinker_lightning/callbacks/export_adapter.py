@@ -124,7 +124,7 @@ class ExportAdapter(pl.Callback):
     def _check_folders(self) -> None:
         check_target(self.path, self._overwrites)
         if self.merged is not None:
-            _check_merged(Path(self.merged).expanduser(), self._overwrites)
+            check_target(self.merged, self._overwrites, "a model", "config.json")
 
     def _name_base(self, module: RemoteModule, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""
@@ -223,14 +223,3 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
             model.config.tie_word_embeddings = False
         peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
-
-
-def _check_merged(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not overwrite:
-            raise InvalidInput(f"{folder} is not empty. Choose another folder, or set overwrite=True to replace it.")
-        if not (folder / "config.json").exists():
-            raise InvalidInput(
-                f"{folder} does not contain a model, and overwrite=True would delete what it contains. Choose another "
-                "folder."
-            )

@@ -75,7 +75,7 @@ class GeneratingCallback(pl.Callback, ABC):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raises `InvalidInput` if the module is not a remote one."""
-        del trainer, stage
+        del trainer, stage  # which Lightning passes by name
         require_remote(self, pl_module)
 
     @override

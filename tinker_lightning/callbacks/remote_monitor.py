@@ -61,9 +61,8 @@ class RemoteMonitor(pl.Callback):
         self._step, self._start, self._tokens = 0, 0.0, 0
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, _: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warns before training if matplotlib is missing."""
-        del trainer
         require_remote(self, pl_module)
         if self.trace_steps is not None and importlib.util.find_spec("matplotlib") is None:
             logger.warning(

@@ -127,9 +127,8 @@ class RemoteHooks(pl.Callback):
             module._window_metrics = []
 
     @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, _: pl.Trainer, __: pl.LightningModule, loss: Tensor) -> None:
         """Drops the accumulation window and raises `InvalidLoss` if a loss has no gradient or is not finite."""
-        del trainer, pl_module
         if loss.requires_grad and loss.numel() == 1 and torch.isfinite(loss):
             return
         with self._module._dropping():
@@ -186,15 +185,13 @@ class RemoteHooks(pl.Callback):
         self._hold.end(deliver=False)
 
     @override
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
         """Saves the window, in case the module overrides `on_save_checkpoint` without calling `super()`."""
-        del trainer, pl_module
         contents.add_section(checkpoint, self._module)
 
     @override
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
-        del pl_module
         file = self._module.checkpoint_file
         self._module._loaded_window = read_window(checkpoint, file)
         wandb_runs.warn_if_other(trainer, checkpoint.get(SECTION, {}), file)

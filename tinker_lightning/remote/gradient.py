@@ -50,9 +50,8 @@ class RemoteGradient(Tensor):
     remote: RemoteModel
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets the server clip in `clip_grad_norm_`; raises on other reads and writes, which would have no effect."""
-        del types
         name = _name(func)
         gradients = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         are_remote = all(isinstance(each, RemoteGradient) for each in gradients)
@@ -117,9 +116,8 @@ class RemoteNorm(Tensor):
         return norm
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Follows the formula of `clip_grad_norm_`; computes with the number once it is known, else raises."""
-        del types
         kwargs = kwargs or {}
         name = _name(func)
         norm = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RemoteNorm))

@@ -66,24 +66,26 @@ def export_adapter(
     return target
 
 
-def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Returns the folder to export to; raises `InvalidInput` if it is taken."""
+def check_target(
+    path: str | os.PathLike[str], overwrite: bool, contents: str = "an adapter", config: str = CONFIG
+) -> Path:
+    """Returns the folder to export to; raises `InvalidInput` if it is taken, by files without that config as well."""
     target = Path(path).expanduser().resolve()
     if target.exists() and not target.is_dir():
         raise InvalidInput(f"{target} is a file; pass a folder to export to")
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
-            raise InvalidInput(_taken(target))
-        if not (target / CONFIG).exists():
+            raise InvalidInput(_taken(target, contents))
+        if not (target / config).exists():
             raise InvalidInput(
-                f"{target} does not contain an adapter ({CONFIG} is missing), and overwrite=True would delete what it "
+                f"{target} does not contain {contents} ({config} is missing), and overwrite=True would delete what it "
                 "contains. Choose another folder."
             )
     return target
 
 
-def _taken(target: Path) -> str:
-    return f"{target} is not empty. Choose another folder, or set overwrite=True to replace the adapter in it."
+def _taken(target: Path, contents: str = "an adapter") -> str:
+    return f"{target} is not empty. Choose another folder, or set overwrite=True to replace {contents} in it."
 
 
 def _check(part: Path) -> None:
