@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import Tensor
 
+    from tinker_lightning.client import ServiceClient
     from tinker_lightning.server import EmbeddedTrainer
 
     Running = Callable[[Any], AbstractContextManager[str]]
@@ -213,3 +215,14 @@ def test_each_stage_may_have_a_trainer_of_its_own(trainer: EmbeddedTrainer, url:
             quiet(strategy=strategy, accelerator="cpu", max_epochs=2).fit(module, loader())
             assert_sees(quiet(), module, Judge(trainer, module.export_adapter(tmp_path / strategy)))
     assert len(trainer.registry.models()) == 1
+
+
+def test_a_fit_that_has_ended_does_not_hold_ctrl_c_at_later_steps(service: ServiceClient) -> None:
+    module = RemoteModule(service.create_lora_training_client("tiny", rank=4, seed=1))
+    quiet().fit(module, loader())
+    before = signal.getsignal(signal.SIGINT)
+    optimizer: Any = module.configure_optimizers()
+    torch.cat(module.lm(DATA[:2])).mean().backward()
+    optimizer.step()
+    assert module.lm.handle.remote.steps == 4
+    assert signal.getsignal(signal.SIGINT) is before
