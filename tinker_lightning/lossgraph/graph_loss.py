@@ -19,7 +19,7 @@ from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_s
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.limits import Limits
+    from tinker_lightning.lossgraph.program import Limits
 
 # The model output that a loss is computed from: the logits of a batch, or the log-probabilities of a batch or a datum.
 Source: TypeAlias = Literal["logits", "logprobs", "datum"]

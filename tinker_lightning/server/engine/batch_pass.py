@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import check_batch_inputs, metric_names
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.program import Limits
 from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
 from tinker_lightning.server.engine.datum_pass import datum_context, read_targets, read_tokens
 from tinker_lightning.server.engine.interface import RETURNED_BYTES

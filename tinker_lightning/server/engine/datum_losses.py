@@ -21,7 +21,7 @@ from tinker_lightning.lossgraph.graph_loss import (
     meta_tensors,
     select_inputs,
 )
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.program import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

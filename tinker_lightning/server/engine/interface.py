@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss, LossFnOutput, Source
-    from tinker_lightning.lossgraph.limits import Limits
+    from tinker_lightning.lossgraph.program import Limits
     from tinker_lightning.lossgraph.settings import Setting
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, SampleResponse
 

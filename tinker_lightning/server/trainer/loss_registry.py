@@ -31,7 +31,7 @@ from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tinker_lightning.lossgraph.limits import Limits
+    from tinker_lightning.lossgraph.program import Limits
     from tinker_lightning.server.engine.interface import Tensors
     from tinker_lightning.types import requests as rq
 
