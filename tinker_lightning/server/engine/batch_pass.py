@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.lossgraph.server_loss import RegisteredLoss
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import Adapter, BatchLoss
+    from tinker_lightning.server.engine.interface import Adapter
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -53,7 +54,7 @@ def run_batch_pass(
     base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss: BatchLoss,
+    loss: RegisteredLoss,
     loss_fn_config: Mapping[str, float | str],
     loss_fn_inputs: Mapping[str, TensorData],
     *,

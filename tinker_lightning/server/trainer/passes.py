@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded, NotRetained
+from tinker_lightning.lossgraph.server_loss import PythonLoss
 from tinker_lightning.server.engine.interface import RETURNED_BYTES, Activations
 from tinker_lightning.server.trainer.jobs import ModelJobs
-from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry, PythonLoss
+from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 from tinker_lightning.server.trainer.registry import Registry
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
@@ -25,7 +26,8 @@ from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinker_lightning.server.engine.interface import Adapter, BaseModel, BatchLoss
+    from tinker_lightning.lossgraph.server_loss import RegisteredLoss
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
     from tinker_lightning.server.trainer.jobs import Job
     from tinker_lightning.types import requests as rq
 
@@ -265,7 +267,7 @@ class Passes:
         return self._charge_pass(adapter, size, data, backward=backward)
 
     def _batch_work(
-        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: BatchLoss
+        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: RegisteredLoss
     ) -> Charge:
         """Charges a pass with a loss of the whole batch, without the tensors that the loss computes."""
         backward = not request.forward_only
