@@ -29,7 +29,6 @@ from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
 Pool: TypeAlias = Literal["models", "weights", "messages", "work"]
 
@@ -82,9 +81,7 @@ class Charge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
