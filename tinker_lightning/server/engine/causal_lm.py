@@ -94,8 +94,7 @@ class CausalLM:
 
     def calls(self, lengths: Sequence[int], token_budget: int | None = None) -> list[list[int]]:
         """Returns the indices of the sequences that each model call of a pass takes, given all lengths."""
-        size = self._call_size if token_budget is None else replace(self._call_size, tokens=token_budget)
-        return group_by_length(lengths, size)
+        return group_by_length(lengths, replace(self._call_size, tokens=token_budget or self.token_budget))
 
     def hidden_states(self, tokens_BT: Tensor) -> Tensor:
         """Returns the decoder's output, before the output matrix.

@@ -5,8 +5,9 @@ Shapes: T prompt tokens, R = T - 1 rows (row i predicts token i + 1), N rows of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,9 @@ from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server.engine.interface import MAX_SCORES, PromptScoring
 from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
 from tinker_lightning.types import PromptAltTokens, SampleResponse, TensorData
-from tinker_lightning.types.responses import TopkLogprobs
 
 if TYPE_CHECKING:
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.types import SampledSequence
 
 
 @dataclass(slots=True)
@@ -62,31 +61,6 @@ class _Targets:
         )
 
 
-@dataclass(slots=True)
-class PromptScores:
-    """The scores of a prompt; None where they were not requested."""
-
-    logprobs: list[float | None] | None = None
-    topk: TopkLogprobs | None = None
-    targets: TensorData | None = None
-    alt_tokens: PromptAltTokens | None = None
-
-    def response(self, sequences: list[SampledSequence]) -> SampleResponse:
-        """Returns the result of a sampling request."""
-        return SampleResponse(sequences, self.logprobs, self.topk, self.targets, self.alt_tokens)
-
-
-@dataclass(slots=True)
-class _Parts:
-    """Results per chunk of rows."""
-
-    own: list[Tensor] = field(default_factory=list)
-    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    drawn: list[Tensor] = field(default_factory=list)
-    drawn_logprobs: list[Tensor] = field(default_factory=list)
-
-
 def score_prompt(
     base: CausalLM,
     hidden_TD: Tensor,
@@ -94,8 +68,11 @@ def score_prompt(
     scoring: PromptScoring,
     temperature: float,
     generator: torch.Generator,
-) -> PromptScores:
-    """Scores a prompt from its hidden states, in chunks of rows. Only alternatives depend on the temperature."""
+) -> SampleResponse:
+    """Returns the scores of a prompt, without sequences, from its hidden states in chunks of rows.
+
+    Only alternatives depend on the temperature.
+    """
     rows = len(tokens_T) - 1
     check_size("topk_prompt_logprobs", rows * scoring.topk)
     check_size("prompt_alt_tokens_k", rows * scoring.alt_tokens)
@@ -108,41 +85,42 @@ def score_prompt(
     k = min(scoring.topk, base.vocab_size)
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     size = max(1, LOGITS_BYTES // (base.vocab_size * wide.itemsize))
-    parts = _Parts()
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for begin in range(start, rows, size):
         chunk = slice(begin, min(begin + size, rows))
         logprobs_NV = base.head(hidden_TD[chunk]).to(wide).log_softmax(-1)
         if logprobs_NV.isnan().any():
             raise OperationFailed("the model's logits are not finite, so the prompt has no log-probabilities")
-        parts.own.append(logprobs_NV.gather(-1, tokens_T[1:][chunk, None])[:, 0])
+        parts["own"].append(logprobs_NV.gather(-1, tokens_T[1:][chunk, None])[:, 0])
         if k:
             top = logprobs_NV.topk(k)
-            parts.top.append((top.indices, top.values))
+            parts["top ids"].append(top.indices)
+            parts["top"].append(top.values)
         if targets is not None:
-            parts.targets.append(logprobs_NV.gather(-1, targets.ids_RK[chunk]))
+            parts["targets"].append(logprobs_NV.gather(-1, targets.ids_RK[chunk]))
         if scoring.alt_tokens:
             drawn_NK = _draw(logprobs_NV, scoring.alt_tokens, temperature, generator)
-            parts.drawn.append(drawn_NK)
-            parts.drawn_logprobs.append(logprobs_NV.gather(-1, drawn_NK))
-    scores = PromptScores()
+            parts["drawn ids"].append(drawn_NK)
+            parts["drawn"].append(logprobs_NV.gather(-1, drawn_NK))
+    scores: dict[str, Any] = {}
     skipped = first_scored - start
     unscored = [None] * (1 + first_scored)
     if scoring.logprobs:
-        scores.logprobs = [*unscored, *_concat(parts.own)[skipped:].tolist()]
+        scores["prompt_logprobs"] = [*unscored, *_concat(parts["own"])[skipped:].tolist()]
     if scoring.topk:
-        ids = _concat([ids for ids, _ in parts.top])[skipped:].tolist()
-        values = _concat([values for _, values in parts.top])[skipped:].tolist()
-        scores.topk = [*unscored, *(list(zip(*row, strict=True)) for row in zip(ids, values, strict=True))]
+        ids, values = (_concat(parts[name])[skipped:].tolist() for name in ("top ids", "top"))
+        pairs = (list(zip(*row, strict=True)) for row in zip(ids, values, strict=True))
+        scores["topk_prompt_logprobs"] = [*unscored, *pairs]
     if scoring.targets is not None and targets is not None:
         before_RK = torch.zeros(start, targets.ids_RK.shape[1])
-        scores.targets = targets.result(scoring.targets, torch.cat([before_RK, *parts.targets]))
+        scores["target_prompt_logprobs"] = targets.result(scoring.targets, torch.cat([before_RK, *parts["targets"]]))
     if scoring.alt_tokens:
         shape = (rows, scoring.alt_tokens)
-        drawn, logprobs = (_concat(part).reshape(shape) for part in (parts.drawn, parts.drawn_logprobs))
-        scores.alt_tokens = PromptAltTokens(
+        drawn, logprobs = (_concat(parts[name]).reshape(shape) for name in ("drawn ids", "drawn"))
+        scores["prompt_alt_tokens"] = PromptAltTokens(
             TensorData(drawn.long(), copy=False), TensorData(logprobs.float(), copy=False)
         )
-    return scores
+    return SampleResponse([], **scores)
 
 
 def check_size(name: str, count: int) -> None:
