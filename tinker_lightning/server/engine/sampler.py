@@ -17,8 +17,7 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server.engine.datum_pass import read_tokens
 from tinker_lightning.server.engine.interface import SamplingMemory
-from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
-from tinker_lightning.server.engine.prompt_scores import check_size, score_prompt
+from tinker_lightning.server.engine.logprobs import LOGITS_BYTES, check_size, score_prompt
 from tinker_lightning.types import SampledSequence, SampleResponse
 
 if TYPE_CHECKING:
