@@ -60,7 +60,6 @@ def run_batch_pass(
     *,
     forward_only: bool = False,
     scale: float = 1.0,
-    token_budget: int | None = None,
     reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
@@ -91,7 +90,7 @@ def run_batch_pass(
         loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        hidden_B = _hidden_states(base, tokens_B, token_budget or adapter.token_budget)
+        hidden_B = _hidden_states(base, tokens_B, adapter.token_budget)
         if loss.source == "logits":
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:

@@ -53,7 +53,6 @@ def run_pass(
     scale: float = 1.0,
     activations: Activations | None = None,
     counted_only: bool = False,
-    token_budget: int | None = None,
     reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
@@ -73,7 +72,6 @@ def run_pass(
         counted_only: Whether log-probabilities are computed only where a built-in loss depends on them; elsewhere, 0 or
             the log-probabilities of the sampling policy are returned. Values and gradients are the same up to rounding,
             because a product of fewer rows may be rounded differently.
-        token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
         reserve: Takes memory for the tensors of an uploaded loss.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else BoundGraph(loss_fn, reserve)
@@ -87,7 +85,7 @@ def run_pass(
     metrics: Counter[str] = Counter()
     total = 0.0
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        for batch in base.calls(lengths, token_budget or adapter.token_budget):
+        for batch in base.calls(lengths, adapter.token_budget):
             terms: list[Tensor] = []
             kept = None if forward_only or activations is None else activations.take(batch)
             with nullcontext() if activations is None else torch.enable_grad():

@@ -53,7 +53,6 @@ class LossRegistry:
         self._lock = threading.Lock()
         self._sessions: dict[str, _SessionLosses] = {}
         self._size = 0  # total of all sessions
-        self._functions: dict[str, PythonLoss] = {}  # available to all sessions
         self._count = itertools.count()
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
@@ -81,16 +80,10 @@ class LossRegistry:
             self._store(request.session_id, loss_id, loss, loss.program.graph.size, loss.name)
         return loss_id
 
-    def register_function(
-        self, name: str, function: Callable[..., Any], source: Source = "logits", session_id: str | None = None
-    ) -> str:
-        """Registers a Python function for a session, or for all sessions if None, and returns its id."""
+    def register_function(self, name: str, function: Callable[..., Any], source: Source, session_id: str) -> str:
+        """Registers a Python function of this process for a session, and returns its id."""
         self._check_name(name)
         loss = PythonLoss.from_function(name, source, function)
-        if session_id is None:
-            with self._lock:
-                self._functions[name] = loss
-            return name
         loss_id = f"{name}@function-{next(self._count)}"
         self._store(session_id, loss_id, loss, 1, name)
         return loss_id
@@ -108,11 +101,10 @@ class LossRegistry:
             entry = session.entries.get(key)
             if entry is not None:
                 session.entries.move_to_end(key)
-            loss = self._functions.get(loss_fn) if entry is None else entry.loss
 
         def resolve() -> RegisteredLoss:
-            if loss is not None:
-                return loss
+            if entry is not None:
+                return entry.loss
             if loss_fn == CUSTOM:
                 raise InvalidInput(
                     f"loss_fn_config: loss_id: this session has no loss {key!r:.140}, or it was evicted. Upload it "
@@ -131,7 +123,6 @@ class LossRegistry:
         """Returns the losses available to a session, or to all sessions if None, as descriptions by name."""
         listed = {name: loss.description for name, loss in LOSSES.items()}
         with self._lock:
-            listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _SessionLosses())
             for name, loss_id in session.latest.items():
                 if not name.startswith(UNLISTED_PREFIXES):
