@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial, partialmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,6 @@ from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import Batch
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.engine import batch_pass
-from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
@@ -281,5 +280,6 @@ def test_a_large_batch_is_computed_in_parts_with_the_same_gradient(
 
     right = gradient(trainer, model, lambda: model.forward_backward(data, whole))
     monkeypatch.setattr(batch_pass, "KEPT_BYTES", kept)
-    monkeypatch.setattr(CausalLM, "run_batch_pass", partialmethod(batch_pass.run_batch_pass, token_budget=9))
+    _, adapter = trainer.registry.model(model.model_id).ready()
+    adapter.token_budget = 9
     assert_same(gradient(trainer, model, lambda: model.forward_backward(data, whole)), right)

@@ -166,7 +166,7 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 def test_the_smallest_integer_can_be_divided_by_minus_one(
     op: str, target: str, options: dict[str, Any], form: str, dtype: torch.dtype
 ) -> None:  # R3.7
-    """Up to torch 2.8 that is SIGFPE, which ends the process; elsewhere the guard must not change a result."""
+    """In torch that is SIGFPE, which ends the process; elsewhere the guard must not change a result."""
     low = torch.iinfo(dtype).min
     if form == "of a number" and (op == "call_method" or target == "torch.fmod"):
         pytest.skip("torch takes no number there")

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.graph_programs import call, method, program
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graph import Node, Ref
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.program import Limits
 
 # For each estimate calls that take much more time or memory than the elements that they are given and return, the
 # elements that are too few to let them run, and those that are enough.

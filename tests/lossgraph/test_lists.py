@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning import Datum, losses
 from tinker_lightning.errors import LossNotTraceable
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.program import Limits
 from tinker_lightning.lossgraph.trace import trace_batch_loss
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.helpers.graph_programs import X, call, method, program, run
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph import functions
 from tinker_lightning.lossgraph.graph import Node, Ref
-from tinker_lightning.lossgraph.limits import Limits, Use
+from tinker_lightning.lossgraph.program import Limits, Use
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def parse(body: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("seed", mostly_soak(range(4), but=[0]))
 def test_damaged_requests_harm_nobody(api: Api, seed: int) -> None:
-    api.trainer.scheduler._gap_timeout = 0.01
+    api.trainer.scheduler.gap_timeout = 0.01
     bystander = api.model()
     api.run("forward_backward", api.train(bystander, 1))
     api.run("optim_step", api.step(bystander, 2))

@@ -350,8 +350,9 @@ def test_a_loss_returns_no_more_than_its_tokens_can_have(api: Api) -> None:  # R
         def loss(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
             return LossFnOutput(outputs.sum(), logprobs(outputs))
 
-        api.trainer.losses.register_function("plain", loss)
-        model = api.model()
+        session = api.session()
+        api.trainer.losses.register_function("plain", loss, "logits", session)
+        model = api.model(session)
         result = api.run("forward_backward", named(api, model, "plain"))
         kept = api.trainer.scheduler.find(f"{model}:1").future
         return result if kept.exception() else kept.result().loss_fn_outputs[0]["logprobs"]
@@ -367,8 +368,9 @@ def plain(api: Api, names: list[str]) -> Any:
     def loss(outputs: Any, inputs: Any, mask: Any) -> LossFnOutput:
         return LossFnOutput(outputs.sum(), None, dict.fromkeys(names, 1.0))
 
-    api.trainer.losses.register_function("plain", loss)
-    return api.run("forward_backward", named(api, api.model(), "plain"))
+    session = api.session()
+    api.trainer.losses.register_function("plain", loss, "logits", session)
+    return api.run("forward_backward", named(api, api.model(session), "plain"))
 
 
 def test_no_diagnostic_takes_the_place_of_another(api: Api) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from torch.fx.node import _get_qualified_name
 from torch.nn import functional as F  # noqa: N812
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.lossgraph import guards, limits
-from tinker_lightning.lossgraph.guards import MATH, OPERATORS
+from tinker_lightning.lossgraph import guards
+from tinker_lightning.lossgraph.guards import MATH, OPERATORS, check_index, is_mask
 
 # Arguments that would let a function write to other tensors, or change its result in other ways.
 _FORBIDDEN_ARGUMENTS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names"})
@@ -34,6 +35,84 @@ class Function:
     is_dynamic: bool = False  # the size of the result depends on values; it is at most the size of the argument
     inside: Callable[..., int] | None = None  # elements of an intermediate tensor that can be larger than the result
     work: Callable[..., int] | None = None  # cost of the call, if it can exceed reading arguments and writing results
+
+
+# For other dtypes torch computes matrix products in a plain loop, which can be more than a hundred times slower.
+_FAST_DTYPES = (torch.float32, torch.float64)
+# The names of torch's parameters for the operands of products: the left one, then the right one.
+_FACTORS = ("input", "other", "mat2", "vec", "tensor")
+
+
+def _product_work(*args: Any, **kwargs: Any) -> int:
+    """Returns the work of a product: each element on the left is multiplied with each column on the right."""
+    left, right = _factors(args, kwargs)
+    columns = right.shape[-1] if right.ndim > 1 else 1
+    batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
+    rows = math.prod(left.shape[-2:])
+    return _multiplications(batch * rows * columns, left, right)
+
+
+def _factors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the two operands, given by position or by name."""
+    left, right, *_ = (*args, *(kwargs[name] for name in _FACTORS if name in kwargs))
+    return left, right
+
+
+def _multiplications(count: int, *operands: Any) -> int:
+    """Returns the work of this many multiplications."""
+    return count // 16 if all(operand.dtype in _FAST_DTYPES for operand in operands) else 8 * count
+
+
+def _product_inside(*args: Any, **kwargs: Any) -> int:
+    """Returns the elements of the larger operand after both are broadcast over the batch."""
+    left, right = _factors(args, kwargs)
+    batch = int(torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]).numel())
+    return batch * max(math.prod(left.shape[-2:]), math.prod(right.shape[-2:]))
+
+
+def _inner_work(*args: Any, **kwargs: Any) -> int:
+    """Returns the work of `inner`: each row on the left is multiplied with each row on the right."""
+    left, right = _factors(args, kwargs)
+    return _multiplications(left.numel() * right.numel() // max(1, right.shape[-1] if right.ndim else 1), left, right)
+
+
+def _einsum_work(equation: str, *operands: Any) -> int:
+    """Returns the product of all sizes; a size of 1 counts as the size of the other operand."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    sizes: dict[str, int] = {}
+    for part, operand in zip(equation.split("->")[0].split(","), operands, strict=False):
+        letters = part.replace("...", "").replace(" ", "")
+        extra = operand.shape[: operand.ndim - len(letters)]
+        sizes["..."] = sizes.get("...", 1) * math.prod(extra)
+        for letter, size in zip(letters, operand.shape[operand.ndim - len(letters) :], strict=False):
+            sizes[letter] = max(size, sizes.get(letter, 0))
+    return _multiplications(math.prod(sizes.values()), *operands)
+
+
+def _sorting_work(input: Tensor, *_: Any, **__: Any) -> int:  # noqa: A002  # torch's name
+    """Returns the work of sorting."""
+    return 16 * input.numel()
+
+
+def _setitem_work(value: Any, index: Any, _: Any) -> int:
+    """Returns the number of elements that are set."""
+    check_index(index)
+    return int(value.numel() * (value.ndim + 2) if is_mask(index) else value[index].numel())
+
+
+def _joined_elements(*args: Any, **kwargs: Any) -> int:
+    """Returns the number of elements of all tensors, which are concatenated."""
+    return sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def broadcast_elements(*args: Any, **kwargs: Any) -> int:
+    """Returns the number of elements after broadcasting, which can be more than the result after a reduction has."""
+    shapes = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    try:
+        return int(torch.broadcast_shapes(*shapes).numel())
+    except RuntimeError:
+        return 0  # not an elementwise operation
 
 
 _POINTWISE = """
@@ -84,15 +163,15 @@ _SPECIAL: dict[str, Function] = {
     "chunk": Function(guards.chunk),
     "unbind": Function(guards.unbind),
     "norm": Function(guards.norm),
-    "diff": Function(guards.diff, inside=limits.joined_elements),
+    "diff": Function(guards.diff, inside=_joined_elements),
     "roll": Function(guards.roll),
     "nonzero": Function(torch.nonzero, is_dynamic=True),
     "argwhere": Function(torch.argwhere, is_dynamic=True),
     "masked_select": Function(torch.masked_select, is_dynamic=True),
-    "matmul": Function(torch.matmul, inside=limits.product_inside, work=limits.product_work),
-    **{name: Function(getattr(torch, name), work=limits.product_work) for name in ("mm", "bmm", "mv", "dot")},
-    "inner": Function(torch.inner, work=limits.inner_work),
-    **{name: Function(getattr(torch, name), work=limits.sorting_work) for name in _SORTING.split()},
+    "matmul": Function(torch.matmul, inside=_product_inside, work=_product_work),
+    **{name: Function(getattr(torch, name), work=_product_work) for name in ("mm", "bmm", "mv", "dot")},
+    "inner": Function(torch.inner, work=_inner_work),
+    **{name: Function(getattr(torch, name), work=_sorting_work) for name in _SORTING.split()},
 }
 
 
@@ -103,13 +182,13 @@ def _functions() -> dict[str, Function]:
         "operator.floordiv": Function(guards.integer_division(OPERATORS["operator.floordiv"])),
         "operator.mod": Function(guards.integer_division(OPERATORS["operator.mod"])),
         "operator.getitem": Function(guards.getitem),
-        "operator.setitem": Function(guards.setitem, work=limits.setitem_work),
+        "operator.setitem": Function(guards.setitem, work=_setitem_work),
         "torch.tensor": Function(guards.tensor, is_factory=True),
         "torch.scalar_tensor": Function(guards.tensor, is_factory=True),
         "torch.as_tensor": Function(guards.as_tensor, is_factory=True),
-        "torch.functional.einsum": Function(guards.einsum, work=limits.einsum_work),
-        "torch.einsum": Function(guards.einsum, work=limits.einsum_work),
-        "torch.cosine_similarity": Function(F.cosine_similarity, inside=limits.broadcast_elements),
+        "torch.functional.einsum": Function(guards.einsum, work=_einsum_work),
+        "torch.einsum": Function(guards.einsum, work=_einsum_work),
+        "torch.cosine_similarity": Function(F.cosine_similarity, inside=broadcast_elements),
     }
     for name in ("getattr", "builtins.getattr"):
         allowed[name] = Function(guards.attribute)
@@ -121,7 +200,7 @@ def _functions() -> dict[str, Function]:
     for name in _FUNCTIONAL.split():
         call = getattr(F, name)
         allowed[f"torch.nn.functional.{name}"] = allowed[_get_qualified_name(call)] = Function(
-            call, inside=limits.broadcast_elements
+            call, inside=broadcast_elements
         )
     for name in _TORCH_SPECIAL.split():
         call = getattr(torch.special, name)

@@ -67,13 +67,7 @@ class Graph:
     calls: Sequence[Node]
     output: Any
     lines: Mapping[str, str] = field(default_factory=dict, compare=False)  # the user's line of each call; not sent
-
-    @property
-    def size(self) -> int:
-        """The number of values, to which the memory of the graph is proportional."""
-        return (
-            len(self.inputs) + sum(_count([node.args, dict(node.kwargs)]) for node in self.calls) + _count(self.output)
-        )
+    size: int = field(default=0, compare=False)  # the values of a decoded graph, to which its memory is proportional
 
     def encode(self) -> dict[str, Any]:
         """Returns the graph as JSON."""
@@ -114,7 +108,8 @@ class Graph:
                 raise InvalidLoss(f"node {name if isinstance(name, str) else i!r:.140}: {error}") from error
         if reader.output is None:
             raise InvalidLoss("the last node of a graph must be its output")
-        return cls(tuple(reader.inputs), tuple(reader.calls), reader.output[0])
+        size = len(reader.inputs) + 3 * len(reader.calls) + reader.values  # a call, its arguments and their dict
+        return cls(tuple(reader.inputs), tuple(reader.calls), reader.output[0], size=size)
 
 
 def find_lines(message: str, graphs: Iterable[Graph]) -> list[str]:
@@ -122,11 +117,6 @@ def find_lines(message: str, graphs: Iterable[Graph]) -> list[str]:
     name = _NODE_NAME.search(message)
     lines = [graph.lines.get(name[1]) for graph in graphs] if name else []
     return [line for line in dict.fromkeys(lines) if line]
-
-
-def _count(value: Any) -> int:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return 1 + sum(map(_count, parts))
 
 
 def _placeholder_names(targets: Sequence[str], taken: set[str]) -> Iterator[str]:
@@ -147,7 +137,7 @@ class Reader:
         self.calls: list[Node] = []
         self.output: list[Any] | None = None
         self._positions: dict[str, int] = {}
-        self._values = 0
+        self.values = 0  # arguments, including those inside others
 
     def read(self, entry: Any) -> None:
         """Reads the next node; raises `InvalidLoss` if it is malformed or calls a function that is not on the list."""
@@ -196,8 +186,8 @@ class Reader:
         return tuple(self._decode(arg, 0) for arg in args), {key: self._decode(arg, 0) for key, arg in named.items()}
 
     def _decode(self, value: Any, depth: int) -> Any:
-        self._values += 1
-        if depth > MAX_DEPTH or self._values > MAX_VALUES:
+        self.values += 1
+        if depth > MAX_DEPTH or self.values > MAX_VALUES:
             raise InvalidLoss(
                 f"arguments may be nested {MAX_DEPTH} deep, and all nodes together may have {MAX_VALUES} of them"
             )

@@ -1,25 +1,28 @@
-"""ValueInfo losses on a batch or on each datum: inputs, settings and graph, their JSON form and their checks."""
+"""Losses on a batch or on each datum as graphs: inputs, settings and graph, their JSON form and their checks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss, MissingInput
 from tinker_lightning.lossgraph.graph import Graph, Node, Ref, map_leaves
 from tinker_lightning.lossgraph.program import DEFAULT_LIMITS, Program
-from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:
-    from tinker_lightning.lossgraph.limits import Limits
+    from tinker_lightning.lossgraph.program import Limits
+
+Setting: TypeAlias = float | int | str | bool | None
 
 # The model output that a loss is computed from: the logits of a batch, or the log-probabilities of a batch or a datum.
 Source: TypeAlias = Literal["logits", "logprobs", "datum"]
@@ -47,6 +50,14 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _DIAGNOSTIC = re.compile(r"[^\x00-\x1f:]{1,100}(:[a-z0-9_]{1,20})?")
 _DATUM_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """A setting of a loss. A fixed one has shaped the graph, so a call cannot change it."""
+
+    default: Setting
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,57 @@ class GraphLoss:
         program = Program(Graph.decode(message.get("graph")))
         hyperparameters = _decode_hyperparameters(message.get("hyperparameters", {}))
         return cls(str(name)[:200], source, inputs, program, hyperparameters, description[:200])
+
+
+def check_settings(
+    loss: str,
+    hyperparameters: Mapping[str, Hyperparameter],
+    config: Mapping[str, Any],
+    *,
+    accepts_any_setting: bool = False,
+) -> dict[str, Setting]:
+    """Returns all settings of a loss, the defaults overridden by `config`; raises `InvalidInput` if one is invalid."""
+    values = {name: each.default for name, each in hyperparameters.items()}
+    for name, value in cast_like_defaults(hyperparameters, config).items():
+        if name not in hyperparameters:
+            if accepts_any_setting:
+                values[name] = value
+                continue
+            raise InvalidInput(unknown_setting_message(loss, name, hyperparameters))
+        default = hyperparameters[name].default
+        if hyperparameters[name].fixed and value != default:
+            raise InvalidInput(
+                f"loss_fn_config: {name} of {loss} is fixed to {default!r}, because the control flow of the function "
+                f"depends on it. Register the loss under another name with {name}={value!r}."
+            )
+        is_number = isinstance(value, int | float)
+        is_wrong = not math.isfinite(value) if is_number else isinstance(default, int | float)
+        if is_wrong and not hyperparameters[name].fixed:
+            raise InvalidInput(f"loss_fn_config: {name} must be a finite number, got {value!r}")
+        values[name] = value
+    return values
+
+
+def unknown_setting_message(loss: str, name: str, valid: Iterable[str]) -> str:
+    """Returns the message for a setting that a loss does not have."""
+    return f"loss_fn_config: {loss} has no setting {name!r}; it takes {', '.join(valid) or 'no settings'}"
+
+
+def cast_like_defaults(hyperparameters: Mapping[str, Hyperparameter], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the types of their defaults, because all numbers on the wire are floats."""
+    values = {name: to_python(value) for name, value in config.items()}
+    for name in hyperparameters.keys() & values.keys():
+        value, default = values[name], hyperparameters[name].default
+        if isinstance(value, float) and isinstance(default, int) and value.is_integer():
+            values[name] = type(default)(value)
+        elif isinstance(value, int) and isinstance(default, float):
+            values[name] = float(value)  # the function may depend on the type
+    return values
+
+
+def to_python(value: Any) -> Any:
+    """Converts a numpy scalar to a Python number; returns anything else unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def check_batch_inputs(loss: str, names: Iterable[str], reads: Iterable[str]) -> None:

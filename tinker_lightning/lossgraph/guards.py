@@ -98,7 +98,7 @@ def _check_numbers(data: Any) -> None:
 def integer_division(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a division so that it computes `x // -1` as `-x // 1` for integers.
 
-    In torch up to 2.8, dividing the smallest integer by -1 raises SIGFPE, which ends the process.
+    In torch, dividing the smallest integer by -1 raises SIGFPE, which ends the process.
     """
 
     def guarded(input: Any, other: Any, **options: Any) -> Any:

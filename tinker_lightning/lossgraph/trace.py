@@ -12,10 +12,18 @@ from typing_extensions import override
 
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.losses.surrogate import function_name
-from tinker_lightning.lossgraph.graph_loss import OUTPUTS, GraphLoss, LossFnOutput, Source, check_name
+from tinker_lightning.lossgraph.graph_loss import (
+    OUTPUTS,
+    GraphLoss,
+    Hyperparameter,
+    LossFnOutput,
+    Setting,
+    Source,
+    check_name,
+    to_python,
+)
 from tinker_lightning.lossgraph.program import Program
 from tinker_lightning.lossgraph.recorder import Recorder, record
-from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, to_python
 from tinker_lightning.lossgraph.source_lines import error_at_function, loss_signature
 from tinker_lightning.lossgraph.stand_ins import SETTING, ListValue, NeedsSettings, Value, reject
 

@@ -7,15 +7,32 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.server.endpoints import checkpoints, extensions, futures, handshake, sampling, training
+from tinker_lightning.server.endpoints import checkpoints, futures, handshake, sampling, training
 from tinker_lightning.server.endpoints.checkpoints import Signer
+from tinker_lightning.server.endpoints.futures import result_endpoint
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
+
+# The extensions of the protocol that get_server_capabilities lists. Standard endpoints are not affected.
+EXTENSIONS = (
+    "counted_logprobs",
+    "import_adapter",
+    "retained_forwards",
+    "server_losses",
+    "submit_and_wait",
+    "tokenizer_files",
+)
+# Submissions that respond with the result, which takes one round trip instead of two.
+_submissions = {**training.submissions, **training.extensions, **sampling.submissions}
+_extension_routes = [
+    *training.extension_routes,
+    *(Route(path, result_endpoint(submit), methods=["POST"]) for path, submit in _submissions.items()),
+]
 
 
 def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended: bool = True) -> Starlette:
@@ -32,7 +49,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     app = Starlette(
         routes=[
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),
-            *([Mount("/ext/v1", routes=extensions.routes)] if extended else []),
+            *([Mount("/ext/v1", routes=_extension_routes)] if extended else []),
         ],
         middleware=[] if api_key is None else [Middleware(ApiKey, api_key=api_key)],
         exception_handlers={
@@ -43,5 +60,5 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
     )
     app.state.trainer = trainer
     app.state.signer = Signer()
-    app.state.extensions = list(extensions.NAMES) if extended else []
+    app.state.extensions = list(EXTENSIONS) if extended else []
     return app

@@ -26,7 +26,6 @@ from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -54,15 +53,13 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
-    data_dir: Path | None = None,
     allow_pickled_losses: bool = False,
-    sampling_seed: int | None = None,
-    memory_limit: int | None = None,
-    token_budget: int | None = None,
+    **options: Any,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
-    An API key is required if other machines can connect, or if pickled losses are allowed.
+    An API key is required if other machines can connect, or if pickled losses are allowed. Further options are those of
+    `EmbeddedTrainer`.
     """
     if not is_loopback(host) and not api_key:
         raise InvalidInput(
@@ -74,14 +71,7 @@ def serve(
             "--allow-pickled-losses lets clients run arbitrary code on this machine, so an API key is required: pass "
             "--api-key KEY too."
         )
-    trainer = EmbeddedTrainer(
-        models,
-        data_dir=data_dir,
-        allow_pickled_losses=allow_pickled_losses,
-        sampling_seed=sampling_seed,
-        memory_limit=memory_limit,
-        token_budget=token_budget,
-    )
+    trainer = EmbeddedTrainer(models, allow_pickled_losses=allow_pickled_losses, **options)
     try:
         trainer.store.root.mkdir(parents=True, exist_ok=True)
         trainer.store.listing()  # removes expired checkpoints

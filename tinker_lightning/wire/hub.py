@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import urllib.request
@@ -45,13 +46,19 @@ def reachable_or_cached(name: str) -> str:
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Hides the progress bars of transformers in a `with` block."""
+    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging
 
     with PATCH_LOCK:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
+        gguf_bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)  # shown even if bars are disabled
+        if gguf_bar is not None:
+            modeling_gguf_pytorch_utils.tqdm = functools.partial(gguf_bar, disable=True)
         try:
             yield
         finally:
             if shown:
                 logging.enable_progress_bar()
+            if gguf_bar is not None:
+                modeling_gguf_pytorch_utils.tqdm = gguf_bar

@@ -143,7 +143,7 @@ def test_delays_grow_up_to_a_limit() -> None:
 
 
 def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
-    trainer.scheduler._gap_timeout = 0.1  # for what is never sent leaves a gap
+    trainer.scheduler.gap_timeout = 0.1  # for what is never sent leaves a gap
     script = Script(httpx.ASGITransport(create_app(trainer)))
     retry_policy = replace(QUICK, seconds=0.3)
     with ServiceClient(base_url="http://embedded", transport=script, retry_policy=retry_policy) as service:

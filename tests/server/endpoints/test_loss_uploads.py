@@ -298,12 +298,13 @@ def test_losses_not_used_for_long_make_room(api: Api, monkeypatch: pytest.Monkey
     assert "metrics" in api.run("forward_backward", custom(api, model, 2, ids[-1]))
 
 
-def test_a_function_of_this_process_is_for_every_session(trainer: EmbeddedTrainer, api: Api) -> None:
-    trainer.losses.register_function("plain", minimal)
-    listed = api.request("GET", f"{EXT}/losses").json()
+def test_a_function_of_this_process_is_for_one_session(trainer: EmbeddedTrainer, api: Api) -> None:
+    session, other = api.session(), api.session()
+    trainer.losses.register_function("plain", minimal, "logits", session)
+    listed = api.request("GET", f"{EXT}/losses?session_id={session}").json()
     assert listed["descriptions"]["plain"] == "Minimal."
-    for _ in range(2):
-        assert "metrics" in api.run("forward_backward", named(api, api.model(), 1, "plain"))
+    assert "metrics" in api.run("forward_backward", named(api, api.model(session), 1, "plain"))
+    assert "not registered" in api.run("forward_backward", named(api, api.model(other), 1, "plain"))["error"]
 
 
 def test_losses_of_a_session_that_there_is_not(api: Api) -> None:
@@ -318,15 +319,17 @@ def test_diagnostics_have_names_that_the_protocol_allows(api: Api) -> None:
     def diagnosed(outputs: torch.Tensor, inputs: Any, mask: torch.Tensor) -> LossFnOutput:
         return LossFnOutput(outputs.sum(), None, {"plain": outputs.mean(), "ended:max": outputs.max(), "number": 1})
 
-    api.trainer.losses.register_function("diagnosed", diagnosed)
-    metrics = api.run("forward_backward", named(api, api.model(), 1, "diagnosed"))["metrics"]
+    session = api.session()
+    api.trainer.losses.register_function("diagnosed", diagnosed, "logits", session)
+    metrics = api.run("forward_backward", named(api, api.model(session), 1, "diagnosed"))["metrics"]
     assert set(metrics) == {"plain:unique", "ended:max", "number:unique", "loss:sum", "tokens:sum"}
 
 
 def test_a_loss_of_a_batch_whose_logits_would_not_fit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_lightning.server.engine.batch_pass.MAX_LOGITS", 100)
-    api.trainer.losses.register_function("plain", minimal)
-    failed = api.run("forward_backward", named(api, api.model(), 1, "plain"))
+    session = api.session()
+    api.trainer.losses.register_function("plain", minimal, "logits", session)
+    failed = api.run("forward_backward", named(api, api.model(session), 1, "plain"))
     assert "logits of shape [1, 10, 259] exceed 100 elements. Send fewer or shorter datums." in failed["error"]
 
 

@@ -201,7 +201,7 @@ def test_a_poll_names_the_missing_number_and_goes_on_within_seconds(
 ) -> None:
     monkeypatch.setattr(futures, "_BLOCKED_POLL_SECONDS", 0.02)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
-    monkeypatch.setattr(trainer.scheduler, "_polled_gap_timeout", 0.1)
+    monkeypatch.setattr(trainer.scheduler, "polled_gap_timeout", 0.1)
     api = Api(trainer)
     model = api.model()
     request_id = api.submit("optim_step", api.step(model, 2))
@@ -245,7 +245,7 @@ def test_our_client_polls_past_a_missing_number_for_as_long_as_it_may_still_arri
 ) -> None:
     monkeypatch.setattr(futures, "_BLOCKED_POLL_SECONDS", 0.02)
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
-    monkeypatch.setattr(trainer.scheduler, "_polled_gap_timeout", 0.0)
+    monkeypatch.setattr(trainer.scheduler, "polled_gap_timeout", 0.0)
     api = Api(trainer)
     model = api.model()
     request_id = api.submit("optim_step", api.step(model, 2))

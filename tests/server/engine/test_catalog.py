@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound
-from tinker_lightning.server.engine import catalog, pretrained
+from tinker_lightning.server.engine import catalog
 from tinker_lightning.server.engine.catalog import Catalog
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def test_tiny_is_the_same_bits_every_time(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-        pretrained.build_tiny(folder)
+        catalog.build_tiny(folder)
     files = sorted(file.name for file in folders[0].iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     assert files == sorted(file.name for file in folders[1].iterdir())

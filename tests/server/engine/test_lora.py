@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.server.engine import pretrained as tiny_model
+from tinker_lightning.server.engine import catalog
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.server.engine.datum_pass import run_pass
@@ -85,7 +85,7 @@ def test_new_weights_have_the_distribution_of_peft(tiny: CausalLM) -> None:
 def test_nothing_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
     """Neither building a model, nor loading it, nor adapters of a first and of a second shape."""
     before = torch.get_rng_state()
-    tiny_model.build_tiny(tmp_path)
+    catalog.build_tiny(tmp_path)
     base = CausalLM("tiny", tmp_path)
     for rank in (4, 8):
         base.lora.new_weights(LoraConfig(rank=rank, seed=3))

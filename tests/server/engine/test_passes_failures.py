@@ -225,9 +225,10 @@ def test_a_failed_pass_changes_nothing(
 ) -> None:
     adapter, untouched = trained(tiny, make_adapter), trained(tiny, make_adapter)
     before = state(adapter)
+    # One datum each: those before the bad one have gone through their backward.
+    adapter.token_budget = untouched.token_budget = 1
     with pytest.raises(error, match=message) as raised:
-        # A budget of one datum each: those before the bad one have gone through their backward.
-        run_pass(tiny, adapter, data, loss_fn, config, token_budget=1)
+        run_pass(tiny, adapter, data, loss_fn, config)
     assert type(raised.value) is error
     assert_bit_equal(state(adapter), before)
 

@@ -169,7 +169,8 @@ def test_a_pass_is_plain_autograd_of_the_formula(  # R3.3, R1.1
         return total
 
     value, gradient = reference64.gradient(adapter, loss)
-    output = run_pass(tiny64, adapter, data, case.formula.__name__, case.config, token_budget=25)
+    adapter.token_budget = 25
+    output = run_pass(tiny64, adapter, data, case.formula.__name__, case.config)
 
     assert output.metrics["loss:sum"] == pytest.approx(value, rel=1e-9)
     assert [outputs.keys() for outputs in output.loss_fn_outputs] == [{"logprobs"}] * len(data)

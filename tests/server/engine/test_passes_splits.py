@@ -53,12 +53,13 @@ def test_any_split_gives_the_same_gradient_and_logprobs(  # R4.4, R0.4
     data = make_data(tiny64.vocab_size)
     whole, split = make_adapter(tiny64), make_adapter(tiny64)
     expected = run_pass(tiny64, whole, data, "cross_entropy", {})
+    split.token_budget = token_budget
 
     loss = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logprobs, "LOGITS_BYTES", logits_rows * tiny64.vocab_size * 8)
         for call in calls:
-            output = run_pass(tiny64, split, [data[i] for i in call], "cross_entropy", {}, token_budget=token_budget)
+            output = run_pass(tiny64, split, [data[i] for i in call], "cross_entropy", {})
             loss += output.metrics["loss:sum"]
             for i, outputs in zip(call, output.loss_fn_outputs, strict=True):
                 got, wanted = outputs["logprobs"], expected.loss_fn_outputs[i]["logprobs"]
@@ -88,10 +89,10 @@ def test_the_same_requests_give_the_same_bits(tiny: CausalLM, monkeypatch: pytes
         monkeypatch.setattr(logprobs, "LOGITS_BYTES", 5 * tiny.vocab_size * 4)
 
     def train() -> tuple[list[Any], dict[str, torch.Tensor]]:
-        adapter = LoraAdapter(tiny.lora.new_weights(LoraConfig(rank=8, seed=4)))
+        adapter = LoraAdapter(tiny.lora.new_weights(LoraConfig(rank=8, seed=4)), token_budget=20)
         answers: list[Any] = []
         for _ in range(4):
-            answers.append(run_pass(tiny, adapter, make_data(tiny.vocab_size), "cross_entropy", {}, token_budget=20))
+            answers.append(run_pass(tiny, adapter, make_data(tiny.vocab_size), "cross_entropy", {}))
             answers.append(adapter.step(AdamParams(learning_rate=1e-2, grad_clip_norm=1.0)))
         return answers, adapter.weights.tensors
 

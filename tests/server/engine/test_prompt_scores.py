@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.sampling import sample
 from tinker_lightning.errors import OperationFailed
-from tinker_lightning.server.engine import prompt_scores
+from tinker_lightning.server.engine import logprobs
 from tinker_lightning.server.engine.interface import PromptScoring
 from tinker_lightning.types import ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -35,7 +35,7 @@ def expected(tiny: CausalLM) -> Tensor:
 @pytest.fixture(params=["one chunk", "chunks"], autouse=True)
 def _chunks(request: pytest.FixtureRequest, tiny: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "chunks":
-        monkeypatch.setattr(prompt_scores, "LOGITS_BYTES", 3 * tiny.vocab_size * 4)
+        monkeypatch.setattr(logprobs, "LOGITS_BYTES", 3 * tiny.vocab_size * 4)
 
 
 def score(base: CausalLM, temperature: float = 1.0, seed: int = 0, **scoring: Any) -> SampleResponse:

@@ -67,7 +67,7 @@ def test_metadata_of_models_is_charged_as_long_as_it_is_kept(small: EmbeddedTrai
         assert (creation.future.exception(60) is not None) == fails
         small.scheduler.mark_fetched(creation)
         model_ids.append(creation.request_id.removesuffix(":create"))
-    kept = [model_id for model_id in model_ids if small.registry.model(model_id).user_metadata is not None]
+    kept = [model_id for model_id in model_ids if small.registry.model(model_id).metadata["user_metadata"] is not None]
     assert kept == model_ids[-len(kept) :]  # the oldest was dropped
     assert 1 <= len(kept) < 40
     assert small.memory.used("messages") > len(kept) * 10_000 * 8

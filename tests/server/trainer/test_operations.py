@@ -23,7 +23,7 @@ LONG = 1000.0
 
 
 def test_a_rejected_body_frees_its_number_so_that_the_next_runs_at_once(api: Api) -> None:
-    api.trainer.scheduler._gap_timeout = LONG
+    api.trainer.scheduler.gap_timeout = LONG
     model = api.model()
     bad = api.train(model, 1)
     bad["forward_backward_input"]["data"][0]["loss_fn_inputs"]["weights"]["data"] = "none"
@@ -47,7 +47,7 @@ def test_a_rejected_body_frees_its_number_so_that_the_next_runs_at_once(api: Api
 
 
 def test_requests_posted_in_any_order_run_in_the_order_of_their_numbers(api: Api) -> None:
-    api.trainer.scheduler._gap_timeout = LONG
+    api.trainer.scheduler.gap_timeout = LONG
     session = api.session()
     one, other = api.model(session, 0), api.model(session, 1)
 
@@ -62,7 +62,7 @@ def test_requests_posted_in_any_order_run_in_the_order_of_their_numbers(api: Api
 
 
 def test_a_lost_number_is_waited_for_and_then_rejected(api: Api) -> None:
-    api.trainer.scheduler._gap_timeout = 0.1
+    api.trainer.scheduler.gap_timeout = 0.1
     model = api.model()
     api.run("forward_backward", api.train(model, 1))
     assert "metrics" in api.run("optim_step", api.step(model, 3))

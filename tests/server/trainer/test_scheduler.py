@@ -496,9 +496,9 @@ def submit_sized(scheduler: Scheduler, owner: str, number: int, request: int = 0
 
 def test_requests_that_overtook_another_one_are_never_evicted(limited: Scheduler) -> None:  # R5.11
     """A client that sends several requests at once would lose its run where others get HTTP 429 and try again."""
-    assert limited._memory is not None
+    assert limited.memory is not None
     early = {owner: submit_sized(limited, owner, 2, 4 << 20) for owner in "abcd"}
-    bodies = limited._memory.charge("bodies", 27 << 19, "messages")
+    bodies = limited.memory.charge("bodies", 27 << 19, "messages")
     with bodies, pytest.raises(MemoryLimitExceeded) as caught:
         submit_sized(limited, "e", 1, 1 << 20)
     assert caught.value.is_temporary
@@ -568,7 +568,7 @@ def test_three_sessions_cannot_take_all_memory_with_results_that_are_being_sent(
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_a_job_that_is_submitted_again_is_charged_for_its_result_only(limited: Scheduler, is_sent: bool) -> None:
     """The creation of a model is, after its result was dropped, because the model still has it."""
-    memory = limited._memory
+    memory = limited.memory
     assert memory is not None
     job = limited.submit(Job("a:1", "work", lambda: None, owner="a", request_bytes=1 << 20, result_bytes=1000))
     job.future.result(SOON)

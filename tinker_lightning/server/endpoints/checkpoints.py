@@ -128,7 +128,7 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
             lora_rank=model.lora_config.rank if model else summaries[-1].lora_config.rank,
             last_checkpoint=last.get("weights"),
             last_sampler_checkpoint=last.get("sampler_weights"),
-            user_metadata=model.user_metadata if model else None,
+            user_metadata=model.metadata["user_metadata"] if model else None,
         )
     return runs
 

@@ -92,8 +92,8 @@ async def get_session(request: Request) -> Response:
         {
             "training_run_ids": session.models,
             "sampler_ids": session.samplers,
-            "user_metadata": session.user_metadata,
-            "display_name": session.display_name,
+            "user_metadata": session.metadata["user_metadata"],
+            "display_name": session.metadata["display_name"],
         }
     )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetained, TinkerLightningError
-from tinker_lightning.server.bodies import parse_body, read, receive_body
+from tinker_lightning.server.bodies import MAX_BODY_BYTES, parse_body, read, receive_body
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, receipt_endpoint, try_again, wait_until_done
 from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.operations import Training
+from tinker_lightning.server.trainer.passes import Passes
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 from tinker_lightning.wire import json as wire_json
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
+
+    from tinker_lightning.server.engine.interface import BaseModel
 
 
 # The limit for an uploaded loss. Even a graph with the maximum number of nodes is far smaller.
@@ -61,36 +67,31 @@ async def get_info(request: Request) -> Response:
     )
 
 
-async def forward(request: Request) -> Submission:
-    content_type(request, JSON)
-    parse = functools.partial(wire_json.parse_forward_backward, forward_only=True)
-    return await _submit(request, parse, trainer_of(request).passes.forward_backward, may_be_compressed=True)
+async def tokenizer(request: Request) -> Response:
+    """Returns the tokenizer files of a base model, for clients on other machines."""
+    base = await run_in_threadpool(trainer_of(request).catalog.get, request.query_params.get("model", ""))
+    return answer({"files": await run_in_threadpool(_tokenizer_files, base)})
 
 
-async def forward_backward(request: Request) -> Submission:
-    parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
-    if content_type(request, JSON, PROTOBUF) == JSON:
-        parse = functools.partial(wire_json.parse_forward_backward, forward_only=False)
-    return await _submit(request, parse, trainer_of(request).passes.forward_backward, may_be_compressed=True)
+def _tokenizer_files(base: BaseModel) -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        base.tokenizer.save_pretrained(folder)
+        return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(folder).iterdir()}
 
 
-async def counted_forward_backward(request: Request) -> Submission:
-    """Runs a pass that computes log-probabilities only where a built-in loss depends on them."""
-    content_type(request, PROTOBUF)
-    submit = functools.partial(trainer_of(request).passes.forward_backward, counted_only=True)
-    return await _submit(request, protobuf.decode_forward_backward, submit)
+def _pass(
+    submit: Callable[[Passes, rq.ForwardBackwardRequest], Job], *accepted: str, forward_only: bool = False
+) -> Callable[[Request], Awaitable[Submission]]:
+    """Returns the endpoint of a pass whose request has one of these content types."""
 
+    async def endpoint(request: Request) -> Submission:
+        parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
+        if content_type(request, *accepted) == JSON:
+            parse = functools.partial(wire_json.parse_forward_backward, forward_only=forward_only)
+        run = functools.partial(submit, trainer_of(request).passes)
+        return await _submit(request, parse, run, may_be_compressed=True)
 
-async def retained_forward(request: Request) -> Submission:
-    content_type(request, PROTOBUF)
-    submit = trainer_of(request).passes.retained_forward
-    return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
-
-
-async def retained_backward(request: Request) -> Submission:
-    content_type(request, PROTOBUF)
-    submit = trainer_of(request).passes.retained_backward
-    return await _submit(request, protobuf.decode_forward_backward, submit, may_be_compressed=True)
+    return endpoint
 
 
 async def load_weights(request: Request) -> Submission:
@@ -115,6 +116,12 @@ async def load_weights(request: Request) -> Submission:
         return training.create_from_weights(message)
 
     return await _submit(request, parse, submit)
+
+
+async def import_adapter(request: Request) -> Submission:
+    body = await read(request, rq.ImportAdapterRequest, MAX_BODY_BYTES)
+    job = trainer_of(request).training.import_adapter(body)
+    return Submission(job, rs.FutureResponse(job.request_id))
 
 
 async def create_custom_loss(request: Request) -> Submission:
@@ -195,8 +202,8 @@ def _submission(job: Job, model_id: str) -> Submission:
 submissions = {
     "/create_model": create_model,
     "/unload_model": unload_model,
-    "/forward": forward,
-    "/forward_backward": forward_backward,
+    "/forward": _pass(Passes.forward_backward, JSON, forward_only=True),
+    "/forward_backward": _pass(Passes.forward_backward, JSON, PROTOBUF),
     "/optim_step": _numbered(rq.OptimStepRequest, Training.optim_step),
     "/save_weights": _numbered(rq.SaveWeightsRequest, Training.save_weights),
     "/load_weights": load_weights,
@@ -206,12 +213,13 @@ submissions = {
 }
 # Answered with the result only: a receipt would take a second round trip, which is what they are meant to save.
 extensions = {
-    "/counted_forward_backward": counted_forward_backward,
-    "/retained_forward": retained_forward,
-    "/retained_backward": retained_backward,
+    "/counted_forward_backward": _pass(functools.partial(Passes.forward_backward, counted_only=True), PROTOBUF),
+    "/retained_forward": _pass(Passes.retained_forward, PROTOBUF),
+    "/retained_backward": _pass(Passes.retained_backward, PROTOBUF),
+    "/import_adapter": import_adapter,
 }
-# Named batch-level losses.
-loss_routes = [
+extension_routes = [
+    Route("/tokenizer", tokenizer, methods=["GET"]),
     Route("/losses", register_loss, methods=["POST"]),
     Route("/losses", list_losses, methods=["GET"]),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,12 +71,16 @@ class LoraAdapter:
         group["betas"] = (params.beta1, params.beta2)
         group["eps"] = params.eps
         group["weight_decay"] = params.weight_decay
-        backup = self._copy_state()
+        backup = [parameter.detach().clone() for parameter in self._parameters.values()]
+        state = copy.deepcopy(self._optimizer.state_dict())
         self._optimizer.step()
         self._optimizer.zero_grad()
         # A gradient with a finite norm has finite moments, so only the weights can overflow.
         if not torch.isfinite(get_total_norm(parameter.detach() for parameter in self._parameters.values())):
-            self._restore_state(backup)
+            with torch.no_grad():
+                for parameter, values in zip(self._parameters.values(), backup, strict=True):
+                    parameter.copy_(values)
+            self._optimizer.load_state_dict(state)
             raise OperationFailed(
                 f"a step with learning_rate={params.learning_rate} and eps={params.eps} would produce weights that "
                 "are not finite. The weights are unchanged, and the gradient is kept for another attempt."
@@ -113,16 +118,3 @@ class LoraAdapter:
             for key, value in (training_state or {}).items()
             if key.startswith(prefix)
         }
-
-    def _copy_state(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        state = self._optimizer.state
-        return [
-            (parameter.detach().clone(), {key: value.clone() for key, value in state[parameter].items()})
-            for parameter in self._parameters.values()
-        ]
-
-    def _restore_state(self, backup: list[tuple[Tensor, dict[str, Tensor]]]) -> None:
-        with torch.no_grad():
-            for parameter, (values, state) in zip(self._parameters.values(), backup, strict=True):
-                parameter.copy_(values)
-                self._optimizer.state[parameter] = state

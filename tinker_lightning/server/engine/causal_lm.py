@@ -17,8 +17,8 @@ from tinker_lightning.server.engine import batch_pass, datum_pass
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.logprobs import chunk_rows, target_logprobs
 from tinker_lightning.server.engine.lora import LoraHost, Matrices
-from tinker_lightning.server.engine.pretrained import load_model
 from tinker_lightning.server.engine.sampler import CachedSampler
+from tinker_lightning.wire.hub import without_progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,12 +52,14 @@ class CausalLM:
     """A frozen model with its tokenizer and LoRA layers, from a folder or a hub id. Not thread-safe."""
 
     def __init__(self, name: str, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.name = name
         self.tokenizer_id = str(path)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.model: Any = load_model(path, dtype).eval().requires_grad_(False)
+        with without_progress_bars():
+            self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model.eval().requires_grad_(False)
         config = self.model.config
         self.arch = str(config.model_type)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
@@ -92,8 +94,7 @@ class CausalLM:
 
     def calls(self, lengths: Sequence[int], token_budget: int | None = None) -> list[list[int]]:
         """Returns the indices of the sequences that each model call of a pass takes, given all lengths."""
-        size = self._call_size if token_budget is None else replace(self._call_size, tokens=token_budget)
-        return group_by_length(lengths, size)
+        return group_by_length(lengths, replace(self._call_size, tokens=token_budget or self.token_budget))
 
     def hidden_states(self, tokens_BT: Tensor) -> Tensor:
         """Returns the decoder's output, before the output matrix.

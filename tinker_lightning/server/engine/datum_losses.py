@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
 from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
 from tinker_lightning.lossgraph.graph_loss import (
+    Hyperparameter,
+    check_settings,
     dense_tensors,
     meta_tensors,
     select_inputs,
 )
-from tinker_lightning.lossgraph.limits import Limits
+from tinker_lightning.lossgraph.program import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,13 +51,8 @@ class BoundLoss:
             raise InvalidInput(f"loss_fn {name!r} is not registered; available losses: {', '.join(sorted(LOSSES))}")
         self.name = name
         self.spec = LOSSES[name]
-        for key, value in config.items():
-            if key not in self.spec.settings:
-                settings = ", ".join(self.spec.settings) or "no settings"
-                raise InvalidInput(f"loss_fn_config: {name} has no setting {key!r}; it takes {settings}")
-            if not isinstance(value, float | int) or not math.isfinite(value):
-                raise InvalidInput(f"loss_fn_config: {key} must be a finite number, got {value!r}")
-        self.config: dict[str, Any] = {**self.spec.settings, **config}
+        declared = {key: Hyperparameter(default) for key, default in self.spec.settings.items()}
+        self.config: dict[str, Any] = {**check_settings(name, declared, config)}
         if self.spec.has_thresholds and (fault := threshold_fault(*self.config.values())):
             raise InvalidInput(f"loss_fn_config: {fault}")
 

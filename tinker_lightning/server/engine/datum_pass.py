@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +39,7 @@ class _Example:
     targets_TK: Tensor
     shape: list[int]
     arguments: Any  # as `read` of the loss returns them
-    counted_T: Tensor | None = None  # positions whose log-probabilities matter, unless all do
-    fill_TK: Tensor | None = None  # the values that the loss gets at the others
+    counted: tuple[Tensor, Tensor] | None = None  # where log-probabilities matter, unless everywhere; values elsewhere
 
 
 def run_pass(
@@ -54,7 +53,6 @@ def run_pass(
     scale: float = 1.0,
     activations: Activations | None = None,
     counted_only: bool = False,
-    token_budget: int | None = None,
     reserve: Callable[[int], None] | None = None,
 ) -> ForwardBackwardOutput:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
@@ -74,7 +72,6 @@ def run_pass(
         counted_only: Whether log-probabilities are computed only where a built-in loss depends on them; elsewhere, 0 or
             the log-probabilities of the sampling policy are returned. Values and gradients are the same up to rounding,
             because a product of fewer rows may be rounded differently.
-        token_budget: The number of positions per model call; by default the adapter's, which its checkpoints record.
         reserve: Takes memory for the tensors of an uploaded loss.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else BoundGraph(loss_fn, reserve)
@@ -88,7 +85,7 @@ def run_pass(
     metrics: Counter[str] = Counter()
     total = 0.0
     with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        for batch in base.calls(lengths, token_budget or adapter.token_budget):
+        for batch in base.calls(lengths, adapter.token_budget):
             terms: list[Tensor] = []
             kept = None if forward_only or activations is None else activations.take(batch)
             with nullcontext() if activations is None else torch.enable_grad():
@@ -137,14 +134,13 @@ def _logprobs(base: CausalLM, examples: Sequence[_Example]) -> list[Tensor]:
 
 def _counted_logprobs(base: CausalLM, hidden_ND: Tensor, targets_NK: Tensor, examples: Sequence[_Example]) -> Tensor:
     """Returns log-probabilities, computed only at positions that count."""
-    masks = [example.counted_T for example in examples]
-    if any(mask is None or example.fill_TK is None for mask, example in zip(masks, examples, strict=True)):
+    counted = [example.counted for example in examples if example.counted is not None]
+    if len(counted) < len(examples):
         return base.target_logprobs(hidden_ND, targets_NK)
     width = targets_NK.shape[1]
-    counted_N = torch.cat([mask for mask in masks if mask is not None]).nonzero()[:, 0]
+    counted_N = torch.cat([mask_T for mask_T, _ in counted]).nonzero()[:, 0]
     logprobs_CK = base.target_logprobs(hidden_ND[counted_N], targets_NK[counted_N])
-    fills = [example.fill_TK for example in examples if example.fill_TK is not None]
-    fill_NK = torch.cat([pad(fill, (0, width - fill.shape[1])) for fill in fills])
+    fill_NK = torch.cat([pad(fill_TK, (0, width - fill_TK.shape[1])) for _, fill_TK in counted])
     return fill_NK.to(logprobs_CK.dtype).index_copy(0, counted_N, logprobs_CK)
 
 
@@ -156,12 +152,11 @@ def _read(
         targets = _read_targets(datum, base)
         with error_context(f"datum {index}: {loss.name}"):
             arguments = loss.read(datum, dtype=dtype)
-    example = _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments)
     counted = loss.counted_positions(arguments) if counted_only else None
-    if counted is None:
-        return example
-    mask, fill = (each.reshape(len(tokens), -1) for each in counted)
-    return replace(example, counted_T=mask.any(-1), fill_TK=fill)
+    if counted is not None:
+        mask, fill = (each.reshape(len(tokens), -1) for each in counted)
+        counted = mask.any(-1), fill
+    return _Example(tokens, targets.reshape(len(tokens), -1), list(targets.shape), arguments, counted)
 
 
 @contextmanager

@@ -20,14 +20,13 @@ from torch import Tensor
 from tinker_lightning.types import LoraConfig, ModelInput, SamplingParams, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
     from torch import nn
 
-    from tinker_lightning.lossgraph.graph_loss import GraphLoss, LossFnOutput, Source
-    from tinker_lightning.lossgraph.limits import Limits
-    from tinker_lightning.lossgraph.settings import Setting
+    from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
+    from tinker_lightning.lossgraph.server_loss import RegisteredLoss
     from tinker_lightning.types import AdamParams, Datum, ForwardBackwardOutput, SampleResponse
 
     Tensors: TypeAlias = Mapping[str, Tensor]
@@ -210,36 +209,6 @@ class AdapterFormat(Protocol):
         """Returns the config that is saved with the tensors of such an adapter."""
 
 
-class BatchLoss(Protocol):
-    """A loss on the outputs of a whole batch: an uploaded graph or a Python function."""
-
-    @property
-    def name(self) -> str:
-        """The name, for error messages."""
-
-    @property
-    def source(self) -> Source:
-        """The model output that the loss is computed from."""
-
-    @property
-    def reads(self) -> Collection[str] | None:
-        """The names of all inputs that the loss looks at, or None if any input could be read."""
-
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
-
-    def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns the names of the inputs to pass; raises `InvalidInput` if one is not present."""
-
-    def check(self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits) -> object:
-        """Raises `InvalidLoss` if the loss cannot be computed from tensors of these shapes, as far as is known."""
-
-    def __call__(
-        self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits
-    ) -> LossFnOutput:
-        """Computes the loss."""
-
-
 class BaseModel(Protocol):
     """A frozen model with its tokenizer, which adapters and samplers share. Not thread-safe."""
 
@@ -283,7 +252,7 @@ class BaseModel(Protocol):
         self,
         adapter: Adapter,
         data: Sequence[Datum],
-        loss: BatchLoss,
+        loss: RegisteredLoss,
         loss_fn_config: Mapping[str, float | str],
         loss_fn_inputs: Mapping[str, TensorData],
         *,

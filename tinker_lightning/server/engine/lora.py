@@ -102,10 +102,8 @@ class LoraHost:
         )
         weights = self.new_weights(config)
         for name, tensor in tensors.items():
-            if name not in weights.tensors:
-                raise InvalidInput(f"the adapter does not match this base model: unknown tensor {name}")
             factor = scaling * rank / ALPHA if name.endswith(".lora_B.weight") else 1.0
-            weights.tensors[name] = tensor.to(weights.tensors[name].dtype) * factor
+            weights.tensors[name] = tensor.to(self._dtype) * factor
         self.check(weights)
         return weights
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,16 +17,15 @@ from torch import Tensor
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server.engine.datum_pass import read_tokens
 from tinker_lightning.server.engine.interface import SamplingMemory
-from tinker_lightning.server.engine.logprobs import LOGITS_BYTES
-from tinker_lightning.server.engine.prompt_scores import PromptScores, check_size, score_prompt
-from tinker_lightning.types import SampledSequence
+from tinker_lightning.server.engine.logprobs import LOGITS_BYTES, check_size, score_prompt
+from tinker_lightning.types import SampledSequence, SampleResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
     from tinker_lightning.server.engine.causal_lm import CausalLM
     from tinker_lightning.server.engine.interface import SamplingRequest
-    from tinker_lightning.types import SampleResponse, SamplingParams
+    from tinker_lightning.types import SamplingParams
     from tinker_lightning.types.responses import TopkLogprobs
 
 
@@ -118,10 +118,10 @@ class _Decoding:
         base, request, params = self._base, self._request, self._request.params
         output = self._decoder(input_ids=self._tokens_T[None], use_cache=True)
         hidden_TD = output.last_hidden_state[0]
-        scores = PromptScores()
+        response = SampleResponse([])
         if request.scoring:
             generator = _new_generator(params.seed, request.fallback_seed, -1)
-            scores = score_prompt(base, hidden_TD, self._tokens_T, request.scoring, params.temperature, generator)
+            response = score_prompt(base, hidden_TD, self._tokens_T, request.scoring, params.temperature, generator)
         generators = [_new_generator(params.seed, request.fallback_seed, i) for i in range(request.num_samples)]
         sequences = [_Sequence(generator) for generator in generators]
         if self._budget:
@@ -136,7 +136,8 @@ class _Decoding:
                 steps = self._continue(own, last_D.expand(len(part), -1), part)
                 del own
                 yield from steps
-        return scores.response([sequence.result(request.topk_sample_logprobs) for sequence in sequences])
+        sampled = [sequence.result(request.topk_sample_logprobs) for sequence in sequences]
+        return replace(response, sequences=sampled)
 
     def _continue(self, cache: Any, hidden_SD: Tensor, active: list[_Sequence]) -> Generator[None, None, None]:
         """Appends tokens to the sequences until all are stopped or the budget is used up; yields before each token."""

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import itertools
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
+from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.lossgraph.graph_loss import (
-    BATCH_SOURCES,
-    UNLISTED_PREFIXES,
-    GraphLoss,
-    LossFnOutput,
-    Source,
-    check_name,
-)
-from tinker_lightning.lossgraph.settings import Hyperparameter, Setting, check_settings
-from tinker_lightning.lossgraph.trace import accepts_any_setting, read_hyperparameters
+from tinker_lightning.lossgraph.graph_loss import UNLISTED_PREFIXES, GraphLoss, Source
+from tinker_lightning.lossgraph.server_loss import PythonLoss, RegisteredLoss
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable
 
-    from tinker_lightning.lossgraph.limits import Limits
-    from tinker_lightning.server.engine.interface import Tensors
     from tinker_lightning.types import requests as rq
 
 # Limits for the number of nodes and arguments in the graphs of a session, about a hundred megabytes, and of all
@@ -44,88 +30,9 @@ CUSTOM = "custom"
 _RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
 
 
-@dataclass(frozen=True, slots=True)
-class PythonLoss:
-    """A named Python function with the signature that its source requires."""
-
-    name: str
-    source: Source
-    function: Callable[..., Any]
-    defaults: Mapping[str, Setting]
-    description: str
-
-    @classmethod
-    def from_function(cls, name: str, source: Source, function: Any) -> PythonLoss:
-        """Creates a loss; raises `InvalidLoss` if the function does not have the parameters of a loss."""
-        check_name(name)
-        if source not in BATCH_SOURCES:
-            raise InvalidLoss(f"source must be one of {', '.join(BATCH_SOURCES)}, got {source!r:.40}")
-        if not callable(function):
-            raise InvalidLoss(f"{name} must be a function, got {type(function).__name__}")
-        description = (inspect.getdoc(function) or "").partition("\n")[0]
-        return cls(name, source, function, read_hyperparameters(function, source), description[:200])
-
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Setting]:
-        """Returns all settings: the defaults, overridden by `given`; raises `InvalidInput` if one is invalid."""
-        declared = {name: Hyperparameter(default) for name, default in self.defaults.items()}
-        return check_settings(self.name, declared, given, accepts_any_setting=accepts_any_setting(self.function))
-
-    @property
-    def reads(self) -> None:
-        """Always None, because only the function itself determines its inputs."""
-
-    def select(self, present: Iterable[str]) -> tuple[str, ...]:
-        """Returns all inputs, because any of them could be read."""
-        return tuple(present)
-
-    def check(self, *_: Any) -> None:
-        """Does nothing, because a Python function can only be checked by running it."""
-
-    def __call__(
-        self, outputs: Tensors, inputs: Tensors, settings: Mapping[str, Setting], limits: Limits
-    ) -> LossFnOutput:
-        """Calls the function; raises `InvalidLoss` if it fails, and `InvalidInput` if an input is missing."""
-        del limits
-        # Copied because the function may modify its arguments, and the model's backward needs the originals.
-        outputs = {name: tensor.clone() for name, tensor in outputs.items()}
-        try:
-            if self.source == "logits":
-                arguments = (outputs["model_outputs"], dict(inputs), outputs["attention_mask"])
-                returned = self.function(*arguments, **settings)
-            else:
-                returned = self.function(dict(inputs), outputs["logprobs"], **settings)
-        except KeyError as error:
-            raise InvalidInput(f"loss_fn_inputs: {error.args[0]}: missing; {self.name} reads it") from error
-        except TinkerLightningError:
-            raise
-        except Exception as error:
-            raise InvalidLoss(f"it raised {type(error).__name__}: {error}") from error
-        if self.source == "logprobs" and isinstance(returned, Tensor):
-            return LossFnOutput(returned)
-        diagnostics: Any
-        if isinstance(returned, LossFnOutput):
-            loss, logprobs = returned.loss, returned.logprobs
-            diagnostics = {} if returned.diagnostics is None else returned.diagnostics
-        elif self.source == "logprobs" and isinstance(returned, tuple) and len(returned) == 2:
-            loss, logprobs, diagnostics = returned[0], None, returned[1]
-        else:
-            wanted = "a LossFnOutput" if self.source == "logits" else "(loss, metrics)"
-            raise InvalidLoss(f"it must return {wanted}, but returned {type(returned).__name__}")
-        if not isinstance(diagnostics, Mapping):
-            what = "diagnostics" if self.source == "logits" else "metrics"
-            raise InvalidLoss(
-                f"it must return its {what} as a dict, but returned {type(diagnostics).__name__}; return {{}} if there "
-                "are none"
-            )
-        return LossFnOutput(loss, logprobs, diagnostics)
-
-
-Loss: TypeAlias = GraphLoss | PythonLoss
-
-
 @dataclass(slots=True)
 class _Entry:
-    loss: Loss
+    loss: RegisteredLoss
     size: int
 
 
@@ -146,7 +53,6 @@ class LossRegistry:
         self._lock = threading.Lock()
         self._sessions: dict[str, _SessionLosses] = {}
         self._size = 0  # total of all sessions
-        self._functions: dict[str, PythonLoss] = {}  # available to all sessions
         self._count = itertools.count()
 
     def create(self, request: rq.CreateCustomLossRequest) -> str:
@@ -174,21 +80,15 @@ class LossRegistry:
             self._store(request.session_id, loss_id, loss, loss.program.graph.size, loss.name)
         return loss_id
 
-    def register_function(
-        self, name: str, function: Callable[..., Any], source: Source = "logits", session_id: str | None = None
-    ) -> str:
-        """Registers a Python function for a session, or for all sessions if None, and returns its id."""
+    def register_function(self, name: str, function: Callable[..., Any], source: Source, session_id: str) -> str:
+        """Registers a Python function of this process for a session, and returns its id."""
         self._check_name(name)
         loss = PythonLoss.from_function(name, source, function)
-        if session_id is None:
-            with self._lock:
-                self._functions[name] = loss
-            return name
         loss_id = f"{name}@function-{next(self._count)}"
         self._store(session_id, loss_id, loss, 1, name)
         return loss_id
 
-    def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], Loss | None]:
+    def find(self, session_id: str, loss_fn: str, loss_id: Any = None) -> Callable[[], RegisteredLoss | None]:
         """Looks up a loss now and returns a function that returns it, or None if it is a built-in loss.
 
         For an unknown loss the returned function raises, so that the error becomes the result of the pass.
@@ -201,11 +101,10 @@ class LossRegistry:
             entry = session.entries.get(key)
             if entry is not None:
                 session.entries.move_to_end(key)
-            loss = self._functions.get(loss_fn) if entry is None else entry.loss
 
-        def resolve() -> Loss:
-            if loss is not None:
-                return loss
+        def resolve() -> RegisteredLoss:
+            if entry is not None:
+                return entry.loss
             if loss_fn == CUSTOM:
                 raise InvalidInput(
                     f"loss_fn_config: loss_id: this session has no loss {key!r:.140}, or it was evicted. Upload it "
@@ -224,7 +123,6 @@ class LossRegistry:
         """Returns the losses available to a session, or to all sessions if None, as descriptions by name."""
         listed = {name: loss.description for name, loss in LOSSES.items()}
         with self._lock:
-            listed |= {name: function.description for name, function in self._functions.items()}
             session = self._sessions.get(session_id or "", _SessionLosses())
             for name, loss_id in session.latest.items():
                 if not name.startswith(UNLISTED_PREFIXES):
@@ -239,7 +137,7 @@ class LossRegistry:
             if session.charge is not None:
                 session.charge.release()
 
-    def _store(self, session_id: str, loss_id: str, loss: Loss, size: int, name: str | None = None) -> None:
+    def _store(self, session_id: str, loss_id: str, loss: RegisteredLoss, size: int, name: str | None = None) -> None:
         """Stores a loss, and evicts the least recently used losses of the session to make room."""
         if size > MAX_VALUES:
             raise InvalidLoss(

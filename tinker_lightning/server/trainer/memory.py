@@ -22,14 +22,15 @@ import ctypes
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import TracebackType
+    from collections.abc import Iterator
 
 Pool: TypeAlias = Literal["models", "weights", "messages", "work"]
 
@@ -43,21 +44,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+@dataclass(eq=False, slots=True)
 class Charge:
     """Memory in use until `release`, which may be called several times. Also a context manager."""
 
-    __slots__ = ("_budget", "evict", "expendable", "owner", "pool", "purpose", "size")
-
-    def __init__(
-        self, budget: MemoryBudget, purpose: str, pool: Pool, owner: str | None, evict: Callable[[], object] | None
-    ) -> None:
-        self._budget = budget
-        self.purpose = purpose
-        self.pool: Pool = pool
-        self.owner = owner
-        self.evict = evict
-        self.expendable = False  # evicted before others
-        self.size = 0
+    _budget: MemoryBudget
+    purpose: str
+    pool: Pool
+    owner: str | None
+    evict: Callable[[], object] | None
+    expendable: bool  # evicted before others
+    size: int = 0
 
     @property
     def limit(self) -> int:
@@ -82,9 +79,7 @@ class Charge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -130,8 +125,7 @@ class MemoryBudget:
             spare: The number of bytes that must be left for another charge like this one.
             fix: A sentence about what the caller can do, for error messages.
         """
-        charge = Charge(self, purpose, pool, owner, evict)
-        charge.expendable = expendable
+        charge = Charge(self, purpose, pool, owner, evict, expendable)
         self.resize(charge, size, fix, spare=spare)
         return charge
 

@@ -15,7 +15,7 @@ from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, Ch
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.passes import RetainedForwards
-from tinker_lightning.server.trainer.registry import Model, Registry, Sampler
+from tinker_lightning.server.trainer.registry import Metadata, Model, Registry, Sampler
 from tinker_lightning.server.trainer.scheduler import Scheduler
 from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
@@ -107,7 +107,8 @@ class Training:
             rank=config.rank,
             **labels,
         )
-        model = Model(model_id, session.session_id, base_model, config, request.user_metadata, creation)
+        metadata = Metadata(self._memory, "model", user_metadata=request.user_metadata)
+        model = Model(model_id, session.session_id, base_model, config, metadata, creation)
         first = self._registry.add_model(model).creation
         if (first.kind, first.labels) != (kind, creation.labels):
             raise InvalidInput(

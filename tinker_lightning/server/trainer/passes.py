@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, MemoryLimitExceeded, NotRetained
+from tinker_lightning.lossgraph.server_loss import PythonLoss
 from tinker_lightning.server.engine.interface import RETURNED_BYTES, Activations
 from tinker_lightning.server.trainer.jobs import ModelJobs
-from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry, PythonLoss
+from tinker_lightning.server.trainer.loss_registry import CUSTOM, LossRegistry
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
 from tinker_lightning.server.trainer.registry import Registry
 from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_result_bytes
@@ -25,7 +26,8 @@ from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tinker_lightning.server.engine.interface import Adapter, BaseModel, BatchLoss
+    from tinker_lightning.lossgraph.graph_loss import Source
+    from tinker_lightning.server.engine.interface import Adapter, BaseModel
     from tinker_lightning.server.trainer.jobs import Job
     from tinker_lightning.types import requests as rq
 
@@ -153,7 +155,10 @@ class Passes:
             loss = resolve()
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
             if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
-                with self._batch_work(base, adapter, request, loss) as work:
+                backward = not request.forward_only
+                inputs = 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
+                charge = self._work(base, adapter, request.data, backward=backward, source=loss.source, extra=inputs)
+                with charge as work:
                     return base.run_batch_pass(
                         adapter,
                         request.data,
@@ -258,24 +263,21 @@ class Passes:
         size = data_bytes(request.data) + data_bytes(kept)
         return self._jobs.submit(request, "forward_backward", run, request_bytes=size, datums=len(kept), tokens=tokens)
 
-    def _work(self, base: BaseModel, adapter: Adapter, data: Sequence[Datum], *, backward: bool) -> Charge:
-        """Charges a pass with a loss for each datum."""
-        lengths = _lengths(base, data)
-        size = base.pass_bytes(lengths, backward=backward, token_budget=adapter.token_budget) + dense_bytes(data)
-        return self._charge_pass(adapter, size, data, backward=backward)
-
-    def _batch_work(
-        self, base: BaseModel, adapter: Adapter, request: rq.ForwardBackwardRequest, loss: BatchLoss
+    def _work(
+        self,
+        base: BaseModel,
+        adapter: Adapter,
+        data: Sequence[Datum],
+        *,
+        backward: bool,
+        source: Source = "datum",
+        extra: int = 0,
     ) -> Charge:
-        """Charges a pass with a loss of the whole batch, without the tensors that the loss computes."""
-        backward = not request.forward_only
-        lengths = _lengths(base, request.data)
-        budget = adapter.token_budget
-        size = base.pass_bytes(lengths, backward=backward, token_budget=budget, source=loss.source)
-        size += dense_bytes(request.data) + 8 * sum(math.prod(each.shape) for each in request.loss_fn_inputs.values())
-        return self._charge_pass(adapter, size, request.data, backward=backward)
-
-    def _charge_pass(self, adapter: Adapter, size: int, data: Sequence[Datum], *, backward: bool) -> Charge:
+        """Charges a pass without the tensors that an uploaded loss computes."""
+        size = base.pass_bytes(
+            _lengths(base, data), backward=backward, token_budget=adapter.token_budget, source=source
+        )
+        size += dense_bytes(data) + extra
         size += 3 * adapter.weights.nbytes if backward else 0  # the gradient, and its sum with earlier ones
         what = f"{'forward_backward' if backward else 'forward'} of {len(data)} datums"
         return self._memory.charge(what, size, fix="Send fewer or shorter datums at once.")

@@ -8,7 +8,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
 from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel
@@ -16,9 +16,6 @@ from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import json as wire_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Memory limit for sampler weights. Each sampler can be as large as an adapter, and an RL run creates one per step.
 SAMPLER_BYTES = 2 << 30
@@ -39,24 +36,42 @@ def _metadata_bytes(metadata: dict[str, Any]) -> int:
     return wire_json.estimate_parsed_bytes(wire_json.dumps(metadata))
 
 
+class Metadata:
+    """Fields that a client attaches to a session or a model, until their memory is needed.
+
+    Args:
+        memory: The memory of the trainer.
+        of: What they are attached to, for error messages.
+        **fields: The fields; together they must not be too large.
+    """
+
+    def __init__(self, memory: MemoryBudget, of: str, **fields: Any) -> None:
+        self._fields = fields
+        size = _metadata_bytes(fields)
+        self._charge = memory.charge(
+            f"the metadata of a {of}", size, "messages", owner=_METADATA, evict=self.forget, expendable=True
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a field, or None if it was forgotten."""
+        return self._fields.get(name)
+
+    def forget(self) -> None:
+        """Drops the fields."""
+        self._fields = {}
+        self._charge.release()
+
+
 @dataclass(slots=True)
 class ClientSession:
     """A client session, which owns its models and samplers."""
 
     session_id: str
-    user_metadata: dict[str, Any] | None = None
-    display_name: str | None = None
+    metadata: Metadata
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
     finished: bool = False
-    charge: Charge | None = None  # for the metadata
-
-    def forget_metadata(self) -> None:
-        """Drops the metadata."""
-        self.user_metadata = self.display_name = None
-        if self.charge is not None:
-            self.charge.release()
 
 
 @dataclass(slots=True)
@@ -67,12 +82,11 @@ class Model:
     session_id: str
     base_model: str
     lora_config: LoraConfig
-    user_metadata: dict[str, Any] | None
+    metadata: Metadata
     creation: Job
     base: BaseModel | None = None
     adapter: Adapter | None = None
     charge: Charge | None = None  # for the adapter
-    metadata_charge: Charge | None = None
     last_request_time: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def ready(self) -> tuple[BaseModel, Adapter]:
@@ -89,13 +103,7 @@ class Model:
         self.base = self.adapter = None
         if self.charge is not None:
             self.charge.release()
-        self.forget_metadata()
-
-    def forget_metadata(self) -> None:
-        """Drops the metadata."""
-        self.user_metadata = None
-        if self.metadata_charge is not None:
-            self.metadata_charge.release()
+        self.metadata.forget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +137,13 @@ class Registry:
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
         """Creates a session; raises `InvalidInput` if its metadata is too large."""
-        session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", user_metadata, display_name)
-        size = _metadata_bytes({"user_metadata": user_metadata, "display_name": display_name})
-        session.charge = self._charge_metadata("session", size, session.forget_metadata)
+        metadata = Metadata(self._memory, "session", user_metadata=user_metadata, display_name=display_name)
+        session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", metadata)
         with self._lock:
             self._sessions[session.session_id] = session
             if len(self._sessions) > MAX_SESSIONS:
                 self._forget_session()
         return session
-
-    def _charge_metadata(self, kind: str, size: int, evict: Callable[[], object]) -> Charge:
-        return self._memory.charge(
-            f"the metadata of a {kind}", size, "messages", owner=_METADATA, evict=evict, expendable=True
-        )
 
     def _forget_session(self) -> None:
         """Removes the oldest session that is finished, or that its client has never used."""
@@ -151,7 +153,7 @@ class Registry:
             beat = session.last_heartbeat
             if session.finished or (unused and (beat is None or now - beat > _ABANDONED_SECONDS)):
                 del self._sessions[session.session_id]
-                session.forget_metadata()
+                session.metadata.forget()
                 return
 
     def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
@@ -172,15 +174,13 @@ class Registry:
             return list(self._sessions.values())
 
     def add_model(self, model: Model) -> Model:
-        """Adds a model, or returns the existing one with its id; raises `InvalidInput` if its metadata is too large."""
-        size = _metadata_bytes({"user_metadata": model.user_metadata})
-        model.metadata_charge = self._charge_metadata("model", size, model.forget_metadata)
+        """Adds a model, or returns the existing one with its id."""
         with self._lock:
             kept = self._models.setdefault(model.model_id, model)
             if kept is model:
                 self._sessions[model.session_id].models.append(model.model_id)
         if kept is not model:
-            model.forget_metadata()
+            model.metadata.forget()
         return kept
 
     def has_model(self, model_id: str) -> bool:
@@ -271,4 +271,4 @@ class Registry:
                 self._samplers.pop(sampler_id, None)
                 self._clones.pop(sampler_id, None)
             self._make_room()
-            session.forget_metadata()
+            session.metadata.forget()

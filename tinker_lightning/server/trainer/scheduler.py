@@ -15,14 +15,12 @@ import ctypes
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.trainer.fair_queue import FairQueue
 from tinker_lightning.server.trainer.jobs import Job, JobQueue
-
-if TYPE_CHECKING:
-    from tinker_lightning.server.trainer.memory import MemoryBudget
+from tinker_lightning.server.trainer.memory import MemoryBudget
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -41,25 +39,19 @@ MAX_FETCHED = 1024
 _CLOSED = "the trainer was closed before this job could finish"
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Executes jobs on a dedicated thread. All methods are thread-safe, and all timeouts are in seconds."""
 
-    def __init__(
-        self,
-        gap_timeout: float = GAP_TIMEOUT,
-        polled_gap_timeout: float = POLLED_GAP_TIMEOUT,
-        retention: float = RETENTION,
-        fetched_retention: float = FETCHED_RETENTION,
-        finished_retention: float = FINISHED_RETENTION,
-        memory: MemoryBudget | None = None,
-    ) -> None:
-        self._memory = memory
-        self._finished_retention = finished_retention
+    gap_timeout: float = GAP_TIMEOUT
+    polled_gap_timeout: float = POLLED_GAP_TIMEOUT
+    retention: float = RETENTION
+    fetched_retention: float = FETCHED_RETENTION
+    finished_retention: float = FINISHED_RETENTION
+    memory: MemoryBudget | None = None
+
+    def __post_init__(self) -> None:
         self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
-        self._gap_timeout = gap_timeout
-        self._polled_gap_timeout = polled_gap_timeout
-        self._retention = retention
-        self._fetched_retention = fetched_retention
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
         self._queues: dict[str, JobQueue] = {}
@@ -77,9 +69,9 @@ class Scheduler:
         Raises:
             MemoryLimitExceeded: If the request or its result do not fit into memory.
         """
-        if self.get(job.request_id) is None and self._memory is not None and not frees_memory:
+        if self.get(job.request_id) is None and self.memory is not None and not frees_memory:
             spare, reason = self._spare(job, queue, number)
-            job.admit(self._memory, self._forget, spare=spare, reason=reason)
+            job.admit(self.memory, self._forget, spare=spare, reason=reason)
         try:
             submitted = self._submit(job, queue, number)
         except BaseException:
@@ -101,7 +93,7 @@ class Scheduler:
                 return 0, ""
             now = time.monotonic()
             entry.blocked_since = entry.blocked_since or now
-            if now - entry.blocked_since >= self._gap_timeout:
+            if now - entry.blocked_since >= self.gap_timeout:
                 return 0, ""
             reason = f"Number {entry.missing} of {queue} has to arrive first, and memory is left for it. "
             return job.size + sum(each.size for each in entry.waiting.values()), reason
@@ -184,7 +176,7 @@ class Scheduler:
             self._queues = {
                 name: queue for name, queue in self._queues.items() if queue.waiting or not name.startswith(f"{owner}:")
             }
-            until = time.monotonic() - self._fetched_retention + self._finished_retention
+            until = time.monotonic() - self.fetched_retention + self.finished_retention
             for job in self._jobs.values():
                 if job.owner == owner and job.kept_since is not None:
                     job.mark_fetched()
@@ -210,7 +202,7 @@ class Scheduler:
             if submits_in_turn:
                 now = time.monotonic()
                 queue.polled_since = queue.polled_since or now
-                if now - queue.polled_since >= self._polled_gap_timeout:
+                if now - queue.polled_since >= self.polled_gap_timeout:
                     logger.warning("%s: continuing without number %d, which was never sent", job.queue, queue.missing)
                     self._ready.add(queue.skip())
                     self._changed.notify_all()
@@ -277,16 +269,16 @@ class Scheduler:
         for name, queue in self._queues.items():
             if queue.blocked_since is None or not queue.waiting:
                 continue
-            left = queue.blocked_since + self._gap_timeout - now
+            left = queue.blocked_since + self.gap_timeout - now
             if left <= 0:
                 logger.warning(
                     "%s: continuing with number %d because an earlier one did not arrive within %.0f s",
                     name,
                     min(queue.waiting),
-                    self._gap_timeout,
+                    self.gap_timeout,
                 )
                 self._ready.add(queue.skip())
-                left = self._gap_timeout
+                left = self.gap_timeout
             soonest = left if soonest is None else min(soonest, left)
         return soonest
 
@@ -294,9 +286,9 @@ class Scheduler:
         now = time.monotonic()
         if now < self._next_cleaning:
             return
-        self._next_cleaning = now + min(self._retention, self._fetched_retention) / 10
+        self._next_cleaning = now + min(self.retention, self.fetched_retention) / 10
         for job in list(self._jobs.values()):
-            retention = self._fetched_retention if job.fetched else self._retention
+            retention = self.fetched_retention if job.fetched else self.retention
             if job.kept_since is not None and job.kept_since + retention < now:
                 self._drop(job)
 
