@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import pytest
 
 # Where the converter of datums is looked up.
-CONVERTER = ("tinker_lightning.remote.lm", "tinker_lightning.client.sdk.inputs")
+CONVERTER = ("tinker_lightning.remote.lm", "tinker_lightning.client.training_base")
 
 
 def count_passes(client: Any) -> Counter[str]:
@@ -39,9 +39,9 @@ def count_passes(client: Any) -> Counter[str]:
 
 def count_conversions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the calls that convert a batch to datums from now on: one entry, the number of datums, for each."""
-    from tinker_lightning.client.sdk import inputs
+    from tinker_lightning.types.datum import to_datums
 
-    convert, calls = inputs.to_datums, list[int]()
+    convert, calls = to_datums, list[int]()
 
     def counted(data: Any) -> Any:
         converted = convert(data)

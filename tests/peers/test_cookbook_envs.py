@@ -18,13 +18,13 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_token
 from tests.helpers.reference import gathered
 from tests.helpers.trainers import SMALL, quiet
 from tinker_lightning import Datum, SamplingParams
-from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.rl import RolloutLoader, SamplerPolicy
 from tinker_lightning.rl.cookbook import CookbookEnvironment, environments
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
+from tinker_lightning.types.datum import to_datum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,12 +17,12 @@ from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
-from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount, tokens_of
 from tinker_lightning.rows.batches import as_list
+from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
     from os import PathLike

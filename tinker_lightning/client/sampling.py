@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import secrets
 import threading
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.files import checkpoints, tokenizer
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures, awaited, in_thread
-from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.transport.channel import joined
 from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded
 from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired, Unsupported
-from tinker_lightning.types import SampleResponse, SamplingParams
+from tinker_lightning.types import SampleResponse, SamplingParams, TensorData
+from tinker_lightning.types.model_input import to_model_input
+from tinker_lightning.types.params import to_sampling_params
 from tinker_lightning.types.requests import CreateSamplingSessionRequest, SampleRequest
 from tinker_lightning.types.responses import CreateSamplingSessionResponse, GetSamplerResponse
 from tinker_lightning.wire import json as wire_json
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.session import Session
+
+
+logger = logging.getLogger("tinker_lightning.client")
 
 
 class BaseSamplingClient(ABC):
@@ -64,7 +69,7 @@ class BaseSamplingClient(ABC):
         Raises:
             Unsupported: If an option is given that the installed version of the official SDK does not have.
         """
-        targets = None if target_prompt_logprobs is None else inputs.to_tensor(target_prompt_logprobs)
+        targets = None if target_prompt_logprobs is None else TensorData.from_data(target_prompt_logprobs)
         options = {
             "prompt_logprobs": include_prompt_logprobs,
             "topk_prompt_logprobs": topk_prompt_logprobs,
@@ -73,7 +78,7 @@ class BaseSamplingClient(ABC):
             "prompt_alt_tokens_k": prompt_alt_tokens_k,
             "prompt_logprobs_last_n": prompt_logprobs_last_n,
         }
-        params = inputs.to_sampling_params(sampling_params)
+        params = to_sampling_params(sampling_params)
         return self.unread.add(self._sample(prompt, num_samples, params, options))
 
     sample_async = awaited(sample)
@@ -83,6 +88,18 @@ class BaseSamplingClient(ABC):
         self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
     ) -> TinkerFuture[SampleResponse]:
         """Sends a request; options have the names of `SampleRequest`."""
+
+
+def check_sampler_options(retry_config: Any, record_stability_info: bool) -> None:
+    """Checks those arguments of the SDK's sampling clients that ours does not use.
+
+    Raises:
+        Unsupported: If hosted Tinker is to record data about the stability of sampling.
+    """
+    if retry_config is not None:
+        logger.info("retry_config is not used: requests are retried as ServiceClient(retry_policy=...) says")
+    if record_stability_info:
+        raise Unsupported("record_stability_info is not supported: use the official SDK's sampling client for it")
 
 
 # How often a sample is requested again whose result the server no longer has.
@@ -197,7 +214,7 @@ class SamplingClient(BaseSamplingClient):
         self._channel.check_usable()
         self.unread.raise_first()
         session = self._channel.session
-        model_input = inputs.to_model_input(prompt)
+        model_input = to_model_input(prompt)
 
         def operation() -> Operation[SampleResponse]:
             with self._lock:

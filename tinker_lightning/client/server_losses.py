@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
@@ -27,6 +26,7 @@ from tinker_lightning.lossgraph.graph_loss import (
 from tinker_lightning.lossgraph.trace import trace_datum_loss
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
+from tinker_lightning.types.datum import to_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinker_lightning.client.files import checkpoints, download, upload
 from tinker_lightning.client.futures import TinkerFuture, in_thread
 from tinker_lightning.client.rest import RestClient
-from tinker_lightning.client.sampling import SamplingClient
-from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.server_losses import Losses
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.client.transport import discovery
@@ -22,6 +21,7 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.threads import openmp
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import responses as rs
+from tinker_lightning.types.params import optimizer_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -117,7 +117,7 @@ class ServiceClient:
             optimizer: The optimizer of the model: `"adamw"` (default), `"dimuon"`, or the SDK's configuration of one.
         """
         self._channel.raise_left_over()
-        kind = inputs.optimizer_kind(optimizer)
+        kind = optimizer_kind(optimizer)
         base_model = base_model or os.environ.get("TINKER_BASE_MODEL")
         if not base_model:
             raise InvalidInput("there is no base model: pass base_model='tiny', or set TINKER_BASE_MODEL")
@@ -199,7 +199,7 @@ class ServiceClient:
             record_stability_info: Must be False; this client does not read what hosted Tinker records.
         """
         self._channel.raise_left_over()
-        inputs.check_sampler_options(retry_config, record_stability_info)
+        check_sampler_options(retry_config, record_stability_info)
         return SamplingClient.create(self._channel, model_path, base_model)
 
     create_sampling_client_async = in_thread(create_sampling_client)

@@ -13,8 +13,7 @@ from tinker_lightning.client.files import checkpoints, download, tokenizer
 from tinker_lightning.client.files.checkpoints import remove
 from tinker_lightning.client.futures import in_thread, submitted
 from tinker_lightning.client.passes.sender import ProtocolSender
-from tinker_lightning.client.sampling import SamplingClient
-from tinker_lightning.client.sdk import inputs
+from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.client.transport.operations import encode, perform
 from tinker_lightning.client.transport.session import fetch_capabilities
@@ -28,7 +27,7 @@ from tinker_lightning.types import (
     SaveWeightsResponse,
 )
 from tinker_lightning.types import requests as rq
-from tinker_lightning.types.params import OPTIMIZERS
+from tinker_lightning.types.params import OPTIMIZERS, to_optim_params
 from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class TrainingClient(BaseTrainingClient):
             optim_params: The hyperparameters of this step: `AdamParams`, or `DimuonParams` for its models.
             adam_params: Their name in older versions of the official SDK.
         """
-        params = inputs.to_optim_params(adam_params if optim_params is None else optim_params, self.optimizer_kind)
+        params = to_optim_params(adam_params if optim_params is None else optim_params, self.optimizer_kind)
         is_adam = isinstance(params, AdamParams)
         settings = {"adam_params": params} if is_adam else {"optimizer_params": {"type": params.kind, **asdict(params)}}
         with self._step(params) as samples:
@@ -128,7 +127,7 @@ class TrainingClient(BaseTrainingClient):
             retry_config: Not used; retries follow the retry policy of the `ServiceClient`.
             record_stability_info: Must be False; this client does not read what hosted Tinker records.
         """
-        inputs.check_sampler_options(retry_config, record_stability_info)
+        check_sampler_options(retry_config, record_stability_info)
         if name is not None:
             return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
         return self._sampler_of(self._save_unnamed().result())
@@ -137,7 +136,7 @@ class TrainingClient(BaseTrainingClient):
         self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """Returns a client that samples from the current weights, without blocking the event loop."""
-        inputs.check_sampler_options(retry_config, record_stability_info)
+        check_sampler_options(retry_config, record_stability_info)
         await self.forwards_async()
         if name is not None:
             return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path or "")
@@ -151,7 +150,7 @@ class TrainingClient(BaseTrainingClient):
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """Returns a client that samples from saved weights; see `save_weights_and_get_sampling_client`."""
-        inputs.check_sampler_options(retry_config, record_stability_info)
+        check_sampler_options(retry_config, record_stability_info)
         return SamplingClient.create(self._channel, model_path)
 
     create_sampling_client_async = in_thread(create_sampling_client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,14 +13,14 @@ from tinker_lightning.client.futures import UnreadFailures, submitted
 from tinker_lightning.client.passes.pending import CustomLoss, evaluation
 from tinker_lightning.client.passes.queue import PassQueue
 from tinker_lightning.client.passes.request import gap
-from tinker_lightning.client.sdk import inputs
 from tinker_lightning.client.server_losses import LossHandle, times, with_loss
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate
+from tinker_lightning.types.datum import check_batch, to_datums
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -72,7 +73,7 @@ class BaseTrainingClient:
     ) -> TinkerFuture[ForwardBackwardOutput]:
         """Computes the log-probabilities of every target and the loss, without a gradient; see `forward_backward`."""
         self._check()
-        request = self.prepare(inputs.to_datums(data), loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs)
+        request = self.prepare(to_datums(data), loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs)
         handle = request.local
         if handle is None:
             return self.unread.add(self._queue.forward(request))
@@ -100,7 +101,7 @@ class BaseTrainingClient:
             scale: The factor by which the gradient is multiplied; metrics belong to the unscaled loss.
         """
         self._check()
-        datums = inputs.to_datums(data)
+        datums = to_datums(data)
         return self.send(self.prepare(datums, loss_fn, loss_fn_config, loss_fn_inputs=loss_fn_inputs, scale=scale))
 
     forward_backward_async = submitted(forward_backward)
@@ -179,15 +180,15 @@ class BaseTrainingClient:
             regularizer_timeout: How many seconds async regularizers, and those in an executor, may take.
         """
         self._check()
-        inputs.check_loss_type(loss_type_input)
+        _check_loss_type(loss_type_input)
         if loss_fn is not None and base_loss_fn is not None:
             raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
         loss_fn = base_loss_fn if loss_fn is None else loss_fn
         if isinstance(loss_fn, LossHandle) and not regularizers:
             return self.forward_backward(data, loss_fn)
         evaluate = evaluation(loss_fn, regularizers, self._queue.steps, grad_norms, regularizer_timeout)
-        batch = inputs.batch(data)
-        return self._submit_custom(batch, inputs.to_datums(batch), evaluate)
+        batch = check_batch(data)
+        return self._submit_custom(batch, to_datums(batch), evaluate)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
 
@@ -352,3 +353,14 @@ class BaseTrainingClient:
     ) -> TinkerFuture[ForwardBackwardOutput]:
         loss = CustomLoss(self.model_id, data, datums, evaluate)
         return self.unread.add(self._queue.submit(f"forward_backward_custom of {self.model_id}", loss))
+
+
+def _check_loss_type(loss_type_input: Any) -> None:
+    """Raises `InvalidInput` if a custom loss is to be computed from anything but log-probabilities."""
+    if isinstance(loss_type_input, Sequence | Mapping) and not isinstance(loss_type_input, str):
+        raise InvalidInput(
+            "the third argument of forward_backward_custom is loss_type_input, as in the official SDK; pass "
+            "regularizers by keyword: forward_backward_custom(data, loss_fn, regularizers=[...])"
+        )
+    if loss_type_input not in (None, "logprobs"):
+        raise InvalidInput(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, OperationFailed
 from tinker_lightning.lightning import _compat, deferred_metrics
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
@@ -17,6 +16,7 @@ from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.rows.batches import as_list
 from tinker_lightning.rows.formats import DatumLike
+from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

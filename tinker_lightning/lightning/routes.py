@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses
 from tinker_lightning.client.passes.request import spread
-from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate
@@ -29,6 +28,7 @@ from tinker_lightning.losses.reduction import action_tokens, action_weight, weig
 from tinker_lightning.losses.surrogate import LossFn, function_name
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
+from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,13 +13,13 @@ import numpy as np
 from typing_extensions import override
 
 from tinker_lightning.client import connect
-from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput, ModelNotFound
 from tinker_lightning.lightning.hyperparameters import Secret
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.recipes.references import REFERENCE, References, whole_sequence
 from tinker_lightning.recipes.rollout_module import RolloutModule
 from tinker_lightning.types import ModelInput, SamplingParams
+from tinker_lightning.types.datum import to_datum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,13 +10,13 @@ import numpy as np
 from typing_extensions import override
 
 from tinker_lightning import losses
-from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
 from tinker_lightning.recipes.references import References
 from tinker_lightning.rows.batches import convert_row
 from tinker_lightning.rows.formats import DatumLike, RowFormat
+from tinker_lightning.types.datum import to_datum
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinker_lightning.client.sdk.inputs import to_datum
 from tinker_lightning.errors import InvalidDatum
 from tinker_lightning.types import ModelInput
+from tinker_lightning.types.datum import to_datum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tinker_lightning.client.sdk.inputs import to_datums
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LINEAR_ONLY
@@ -21,6 +20,7 @@ from tinker_lightning.remote.gradient import RemoteGradient
 from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.remote.window import RemoteModel
 from tinker_lightning.types import TensorData
+from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,10 +9,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from tinker_lightning.client.sdk.inputs import check_not_mapped, to_model_input
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.rows.formats import COLUMNS, DatumLike, PromptLike, is_row
 from tinker_lightning.types import ModelInput
+from tinker_lightning.types.datum import check_not_mapped
+from tinker_lightning.types.model_input import to_model_input
 
 if TYPE_CHECKING:
     from tinker_lightning.rows.formats import RowFormat

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from tinker_lightning.client.sdk.inputs import check_not_mapped, to_datum, to_model_input
 from tinker_lightning.errors import InvalidDatum, TooLong
 from tinker_lightning.types import Datum, ModelInput, chat
 from tinker_lightning.types.chat import Truncate
+from tinker_lightning.types.datum import check_not_mapped, to_datum
+from tinker_lightning.types.model_input import to_model_input
 
 if TYPE_CHECKING:
     from tinker_lightning.types.chat import Message, TokensAndWeights

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tinker_lightning.errors import InvalidDatum, InvalidTensor
+from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidTensor
 from tinker_lightning.types import chat
-from tinker_lightning.types.model_input import EncodedTextChunk, ModelInput, token_array
+from tinker_lightning.types.model_input import EncodedTextChunk, ModelInput, to_model_input, token_array
 from tinker_lightning.types.tensor import TensorData
 
 if TYPE_CHECKING:
@@ -199,10 +199,56 @@ def collate(batch: Sequence[Any]) -> list[Any]:
     return list(batch)
 
 
+def to_datums(data: Iterable[Any]) -> list[Datum]:
+    """Converts a batch of our or the official SDK's datums to ours; raises `InvalidDatum` that names an invalid one."""
+    converted = []
+    for i, datum in enumerate(check_batch(data)):
+        try:
+            converted.append(to_datum(datum))
+        except InvalidInput as error:
+            raise InvalidDatum(f"datum {i}: {error}") from error
+    return converted
+
+
+def check_batch(data: Iterable[Any]) -> list[Any]:
+    """Returns the caller's datums as a list; raises `InvalidDatum` for a single datum or an empty batch."""
+    if hasattr(data, "model_input") or not isinstance(data, Iterable):
+        raise InvalidDatum(f"data must be a list of datums, got one {type(data).__name__}; write [datum]")
+    given = list(data)
+    if not given:
+        raise InvalidDatum("data: the batch is empty; pass at least one datum")
+    return given
+
+
+def to_datum(datum: Any) -> Datum:
+    """Converts our or the official SDK's datum to ours; copies its arrays, which the caller may reuse."""
+    if isinstance(datum, Datum):
+        return datum
+    if not (hasattr(datum, "model_input") and hasattr(datum, "loss_fn_inputs")):
+        check_not_mapped(datum)
+        raise InvalidDatum(f"got {type(datum).__name__}; build datums with Datum.from_tokens(...) or tinker.Datum(...)")
+    return Datum(
+        to_model_input(datum.model_input),
+        datum.loss_fn_inputs,
+        _to_spans(getattr(datum, "model_input_spans", None)),
+        _to_spans(getattr(datum, "loss_fn_input_spans", None)),
+    )
+
+
+def check_not_mapped(value: Any) -> None:
+    """Raises `InvalidDatum` for a datum that Hugging Face `datasets` has turned into nested dicts."""
+    if isinstance(value, Mapping) and {"model_input", "loss_fn_inputs"} <= value.keys():
+        raise InvalidDatum(
+            "got a dict with model_input and loss_fn_inputs: datasets.map stores columns of numbers and text, and "
+            "turns a Datum that its function returns into nested dicts. Return columns such as tokens and weights "
+            "from map, and build the datums in the collate_fn or with set_transform."
+        )
+
+
 def _tensor(name: str, value: TensorLike) -> TensorData:
     """Converts a loss input to a tensor with the dtype that the protocol requires for its name."""
     try:
-        tensor = value if isinstance(value, TensorData) else TensorData(value)
+        tensor = TensorData.from_data(value)
         if name in PER_TOKEN_FLOATS and tensor.dtype != "float32":
             return TensorData(
                 tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
@@ -230,3 +276,14 @@ def _check_alignment(length: int, inputs: Mapping[str, TensorData]) -> None:
             )
         if name == "weights" and targets is not None and shape != targets.shape and targets.shape[0] == length:
             raise InvalidDatum(f"weights has the shape {shape} but target_tokens has {targets.shape}")
+
+
+def _to_spans(spans: Iterable[Any] | None) -> list[ProvenanceSpan] | None:
+    if spans is None:
+        return None
+    return [
+        ProvenanceSpan(
+            "sampled" if "Sampled" in type(span).__name__ else "prompt", span.sequence_id, span.offset, span.length
+        )
+        for span in spans
+    ]

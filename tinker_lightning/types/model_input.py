@@ -172,6 +172,27 @@ def token_array(tokens: TensorLike, *, copy: bool = True) -> npt.NDArray[np.int3
     return array.astype(np.int32, order="C", copy=copy)
 
 
+def to_model_input(model_input: Any) -> ModelInput:
+    """Converts our or the official SDK's model input to ours, with a copy of its arrays."""
+    if isinstance(model_input, ModelInput):
+        return model_input
+    if not hasattr(model_input, "chunks"):
+        raise InvalidDatum(f"an input must be a ModelInput, got {type(model_input).__name__}; use ModelInput.from_ints")
+    return ModelInput([_to_chunk(chunk) for chunk in model_input.chunks])
+
+
+def _to_chunk(chunk: Any) -> ModelInputChunk:
+    if hasattr(chunk, "tokens"):
+        return EncodedTextChunk(chunk.tokens)
+    if hasattr(chunk, "dmel"):
+        return DmelChunk(chunk.dmel)
+    if hasattr(chunk, "location"):
+        return ImageAssetPointerChunk(chunk.location, chunk.format, chunk.expected_tokens)
+    if hasattr(chunk, "data"):
+        return ImageChunk(chunk.data, chunk.format, chunk.expected_tokens)
+    raise InvalidDatum(f"model_input: unknown kind of chunk {type(chunk).__name__}")
+
+
 def _check_image(image_format: str, expected_tokens: int | None) -> None:
     if image_format not in ("png", "jpeg"):
         raise InvalidDatum(f"the format of an image must be png or jpeg, got {image_format!r}")

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, Unsupported
+
+P = TypeVar("P", bound="AdamParams | DimuonParams | SamplingParams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,40 @@ class DimuonParams:
 OptimParams: TypeAlias = AdamParams | DimuonParams
 # The settings of each optimizer that this library trains with, by the protocol's name of the optimizer.
 OPTIMIZERS: Mapping[str, type[OptimParams]] = MappingProxyType({each.kind: each for each in (AdamParams, DimuonParams)})
+
+
+def optimizer_kind(optimizer: Any) -> str:
+    """Returns the name of an optimizer, given by name, as the SDK's or the protocol's configuration, or not at all.
+
+    Raises:
+        Unsupported: If this client does not train with it.
+    """
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else getattr(optimizer, "type", optimizer)
+    if kind is None:
+        return AdamParams.kind
+    if kind not in OPTIMIZERS:
+        raise Unsupported(f"optimizer: this client trains with {', '.join(OPTIMIZERS)}, got {kind!r}; leave it out")
+    return str(kind)
+
+
+def to_optim_params(params: Any, kind: str | None = None) -> OptimParams:
+    """Converts our or the SDK's settings of a step to ours; None stands for the defaults.
+
+    Args:
+        params: The settings.
+        kind: The optimizer of the model; None if it is not known.
+
+    Raises:
+        InvalidInput: If they are the settings of another optimizer.
+    """
+    given = getattr(params, "kind", None) or getattr(params, "type", None) or kind or AdamParams.kind
+    cls = OPTIMIZERS[kind or optimizer_kind(given)]
+    if kind is not None and given != kind:
+        raise InvalidInput(
+            f"optim_step: the settings are for {given}, but this model was created for {kind}. Pass "
+            f"{cls.__name__}, or create a model with optimizer={given!r}."
+        )
+    return cls() if params is None else _to_params(cls, params, "optim_step", "learning_rate")
 
 
 def _check(where: str, params: OptimParams, positive: Sequence[str], fractions: Sequence[str]) -> None:
@@ -109,3 +145,20 @@ class LoraConfig:
             raise InvalidInput("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidInput(f"lora_config.seed must fit into 64 bits, got {self.seed}")
+
+
+def to_sampling_params(params: Any) -> SamplingParams:
+    """Converts our or the SDK's sampling settings to ours."""
+    return _to_params(SamplingParams, params, "sample", "max_tokens")
+
+
+def _to_params(cls: type[P], params: Any, method: str, example: str) -> P:
+    if isinstance(params, cls):
+        return params
+    values: dict[str, Any] = {name: getattr(params, name) for name in cls.__slots__ if hasattr(params, name)}
+    if example not in values:
+        given = type(params).__name__
+        raise InvalidInput(f"{method} takes {cls.__name__}, got {given}; write {cls.__name__}({example}=...)")
+    if isinstance(values.get("stop"), Sequence) and not isinstance(values["stop"], str):
+        values["stop"] = list(values["stop"])
+    return cls(**values)

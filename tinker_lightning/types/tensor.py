@@ -92,9 +92,13 @@ class TensorData:
         return cls(tensor)
 
     @classmethod
-    def from_data(cls, value: TensorLike) -> TensorData:
-        """Converts a torch tensor, numpy array, list or number; returns a `TensorData` unchanged."""
-        return value if isinstance(value, TensorData) else cls(value)
+    def from_data(cls, value: Any) -> TensorData:
+        """Converts a torch tensor, numpy array, list, number or the SDK's tensor; returns a `TensorData` unchanged."""
+        if isinstance(value, TensorData):
+            return value
+        if getattr(value, "sparse_crow_indices", None) is not None:
+            return cls(value.data, value.dtype, value.shape, value.sparse_crow_indices, value.sparse_col_indices)
+        return cls(value.to_numpy() if hasattr(value, "to_numpy") else value)
 
     @classmethod
     def wrap(cls, values: npt.NDArray[Any]) -> TensorData:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinker_lightning.client.dialects.encoding import check_targets, weighted
 from tinker_lightning.client.dialects.surrogate import completed, times
-from tinker_lightning.client.sdk.inputs import loss_name
+from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.server_losses import LossHandle, located
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
-    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.session import Session
 
@@ -148,6 +147,18 @@ def prepare(
     if name in LOSSES:
         check_batch_inputs(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
     return ServerPass(_with_weights(spread(data, inputs or {}), name), name, dict(config or {}), scale=scale)
+
+
+def loss_name(loss_fn: Any) -> str:
+    """Returns the name of a server-side loss; raises `InvalidInput` for anything else."""
+    if isinstance(loss_fn, TinkerFuture):
+        raise InvalidInput("loss_fn is a future; pass its result: create_custom_loss(...).result()")
+    if not isinstance(loss_fn, str):
+        raise InvalidInput(
+            f"loss_fn must be the name of a loss, e.g. 'cross_entropy', got {type(loss_fn).__name__}. For a Python "
+            "function, call forward_backward_custom(data, loss_fn)."
+        )
+    return loss_fn
 
 
 def built_in(

@@ -1,1 +1,1 @@
-"""Adapters for the official SDK's datums, futures and clients."""
+"""Adapters for clients of the official SDK and of other vendors."""

@@ -18,7 +18,7 @@ from tinker import types as sdk
 from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture, awaited
 from tinker_lightning.client.sampling import BaseSamplingClient
-from tinker_lightning.client.sdk import convert, inputs
+from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.official import created
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.sdk.sender import SdkSender
@@ -32,6 +32,7 @@ from tinker_lightning.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
+from tinker_lightning.types.params import to_optim_params
 from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
-        ours = inputs.to_optim_params(optim_params)
+        ours = to_optim_params(optim_params)
         params = convert.settings(getattr(self._sdk.types, type(ours).__name__), ours)
         with self._step(ours):
             return self._submit(

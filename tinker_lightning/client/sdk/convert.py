@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from tinker import types as sdk
 
-from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.types import (
     Datum,
@@ -19,6 +18,7 @@ from tinker_lightning.types import (
     SampleResponse,
     TensorData,
 )
+from tinker_lightning.types.model_input import to_model_input
 from tinker_lightning.types.responses import PromptAltTokens
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def model_input(given: Any, types: Any = sdk) -> Any:
     """Converts an input to the SDK's type, or to a vendor's, whose `types` are given."""
     if isinstance(given, types.ModelInput):
         return given
-    return types.ModelInput(chunks=[_chunk(chunk, types) for chunk in inputs.to_model_input(given).chunks])
+    return types.ModelInput(chunks=[_chunk(chunk, types) for chunk in to_model_input(given).chunks])
 
 
 def _chunk(chunk: ModelInputChunk, types: Any) -> Any:
@@ -98,7 +98,7 @@ def _spans(spans: Sequence[ProvenanceSpan]) -> list[Any]:
 
 def output(result: sdk.ForwardBackwardOutput) -> ForwardBackwardOutput:
     """Converts the result of a pass to our type."""
-    outputs = [{name: inputs.to_tensor(tensor) for name, tensor in datum.items()} for datum in result.loss_fn_outputs]
+    outputs = [{name: TensorData.from_data(each) for name, each in datum.items()} for datum in result.loss_fn_outputs]
     return ForwardBackwardOutput(outputs, dict(result.metrics), result.loss_fn_output_type)
 
 
@@ -115,12 +115,13 @@ def sampled(response: sdk.SampleResponse) -> SampleResponse:
     ]
     scores = response.prompt_logprobs
     targets, drawn = _optional(response, "target_prompt_logprobs"), _optional(response, "prompt_alt_tokens")
+    read = TensorData.from_data
     return SampleResponse(
         sequences,
         None if scores is None else list(scores),
         _optional(response, "topk_prompt_logprobs"),
-        None if targets is None else inputs.to_tensor(targets),
-        None if drawn is None else PromptAltTokens(inputs.to_tensor(drawn.tokens), inputs.to_tensor(drawn.logprobs)),
+        None if targets is None else read(targets),
+        None if drawn is None else PromptAltTokens(read(drawn.tokens), read(drawn.logprobs)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tinker import types as sdk
 
 from tinker_lightning.client.passes import encoding, live_weights, request
-from tinker_lightning.client.sdk import convert, inputs
+from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.official import detect_behind, server_url
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.errors import Unsupported
@@ -80,12 +80,12 @@ class SdkSender:
         data: list[Datum],
         loss_fn: Any,
         config: Mapping[str, float | str] | None,
-        inputs_of_batch: Mapping[str, Any] | None,
+        inputs: Mapping[str, Any] | None,
         scale: float,
     ) -> ServerPass:
         """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-        datums = request.spread(data, inputs_of_batch or {})
-        return request.built_in(self.dialect, datums, inputs.loss_name(loss_fn), config or {}, scale)
+        datums = request.spread(data, inputs or {})
+        return request.built_in(self.dialect, datums, request.loss_name(loss_fn), config or {}, scale)
 
     def surrogate(self) -> Surrogate:
         """Returns the built-in loss that carries custom losses; raises `Unsupported` if none is known."""

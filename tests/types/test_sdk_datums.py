@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tinker
 
-from tinker_lightning.client.sdk import inputs
 from tinker_lightning.errors import InvalidDatum
 from tinker_lightning.types import Datum
+from tinker_lightning.types.datum import to_datums
 
 
 def sdk_datum(tokens: list[int], targets: Any, weights: Any) -> tinker.Datum:
@@ -27,7 +27,7 @@ def sdk_datum(tokens: list[int], targets: Any, weights: Any) -> tinker.Datum:
 def test_a_batch_owns_its_values() -> None:
     tokens, targets, weights = [1, 2, 3], np.array([2, 3, 4]), np.array([0.0, 0.5, 1.0], np.float32)
     given = sdk_datum(tokens, targets, weights)
-    first, second = inputs.to_datums([given, given])
+    first, second = to_datums([given, given])
     given.model_input.chunks[0].tokens[:] = [9, 9, 9]  # type: ignore[index]
     tokens[:] = [8, 8, 8]
     targets[:] = 7
@@ -38,7 +38,7 @@ def test_a_batch_owns_its_values() -> None:
 
 def test_tokens_of_one_datum_can_be_changed_without_those_of_another() -> None:
     given = sdk_datum([1, 2], np.array([2, 3]), np.ones(2, np.float32))
-    first, second = inputs.to_datums([given, given])
+    first, second = to_datums([given, given])
     first.model_input.tokens()[:] = 5
     assert second.model_input.to_ints() == [1, 2]
 
@@ -62,4 +62,4 @@ def test_an_invalid_datum_is_named(tokens: list[Any], message: str) -> None:
     chunk = SimpleNamespace(tokens=tokens)  # older versions of the SDK do not check the tokens
     bad = SimpleNamespace(model_input=SimpleNamespace(chunks=[chunk]), loss_fn_inputs=good.loss_fn_inputs)
     with pytest.raises(InvalidDatum, match=f"^datum 1: {message}"):
-        inputs.to_datums([good, bad])
+        to_datums([good, bad])
