@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.dialects.servers import as_dialect
-from tinker_lightning.client.sdk.official import created, is_official
 from tinker_lightning.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = N
         Unsupported: If what its server does with a gradient is not known.
     """
     speaks = as_dialect(dialect)
-    client = created(client)
+    client = _created(client)
     if hasattr(client, "prepare_gradient") or not all(hasattr(client, name) for name in _OF_VENDORS):
         if speaks is not None:
             raise InvalidInput(f"dialect: not supported for a {type(client).__name__}. Pass it to connect() instead.")
@@ -68,12 +67,12 @@ def _checked(client: Any) -> TrainingBackend:
 
 def as_sampler(client: Any) -> Any:
     """Returns a sampling client with our methods, types and errors; the official SDK's in a thin wrapper."""
-    client = created(client)
+    client = _created(client)
     if not hasattr(client, "sample"):
         raise InvalidInput(
             f"{type(client).__name__} cannot sample. Pass a sampling client that create_sampling_client() returned."
         )
-    if is_official(client, "SamplingClient"):
+    if _is_official(client, "SamplingClient"):
         from tinker_lightning.client.sdk.clients import OfficialSamplingClient
 
         return OfficialSamplingClient(client)
@@ -82,7 +81,7 @@ def as_sampler(client: Any) -> Any:
 
 def _sdk_client(client: Any, wrappers: int) -> Any | None:
     """Returns the SDK's training client that a client is or wraps: the object with the SDK's connection."""
-    if is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
+    if _is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
         return client
     wrapped = getattr(client, "__dict__", {}).values() if wrappers else ()
     found = (_sdk_client(each, wrappers - 1) for each in wrapped if hasattr(each, "forward_backward_custom"))
@@ -91,3 +90,13 @@ def _sdk_client(client: Any, wrappers: int) -> Any | None:
 
 def _packages(instance: Any) -> set[str]:
     return {base.__module__.split(".")[0] for base in type(instance).__mro__}
+
+
+def _is_official(instance: Any, name: str) -> bool:
+    """Returns whether an object is of the SDK's class of this name, or of a subclass."""
+    return any(base.__module__.split(".")[0] == "tinker" and base.__name__ == name for base in type(instance).__mro__)
+
+
+def _created(client: Any) -> Any:
+    """Returns the client of which the SDK has returned a future; version 0.38 does so for all clients."""
+    return client.result() if _is_official(client, "APIFuture") else client

@@ -19,7 +19,6 @@ from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture, awaited
 from tinker_lightning.client.sampling import BaseSamplingClient
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.official import created
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.sdk.sender import SdkSender
 from tinker_lightning.client.training_base import BaseTrainingClient
@@ -146,7 +145,7 @@ class OfficialTrainingClient(BaseTrainingClient):
     def _sampler(
         self, operation: str, create: Callable[[], Any], guard: Callable[..., Any] = lambda send: send()
     ) -> OfficialSamplingClient:
-        return OfficialSamplingClient(self._calls.translated(operation, lambda: created(create())), guard)
+        return OfficialSamplingClient(self._calls.translated(operation, create), guard)
 
     def max_context_length(self) -> int | None:
         """Returns None: the SDK's training client does not report it, and the server checks it."""

@@ -6,7 +6,8 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tinker
@@ -14,7 +15,6 @@ from tinker import types as sdk
 
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import (
-    ClientClosed,
     InvalidInput,
     NotATinkerServer,
     NotFound,
@@ -38,18 +38,8 @@ class Calls:
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a future of the converted result, or list of results."""
-        source = _source(self._sent(operation, send))
-        converted: Future[T] = Future()
-        converted.set_running_or_notify_cancel()
-
-        def settle(_: object) -> None:
-            try:
-                converted.set_result(convert(source.result()))
-            except Exception as error:
-                converted.set_exception(self._error(operation, error))
-
-        source.add_done_callback(settle)
-        return TinkerFuture(converted, operation if self._model_id is None else f"{operation} of {self._model_id}")
+        sent = TinkerFuture(_source(self._sent(operation, send)), self._subject(operation))
+        return sent.then(convert, partial(self._error, operation))
 
     def translated(self, operation: str, action: Callable[[], Any]) -> Any:
         """Runs an action and waits if it returns a future; converts its errors to ours."""
@@ -61,9 +51,12 @@ class Calls:
         except Exception as error:
             raise self._error(operation, error) from error
 
-    def _error(self, operation: str, error: Exception) -> TinkerLightningError:
+    def _subject(self, operation: str) -> str:
+        return operation if self._model_id is None else f"{operation} of {self._model_id}"
+
+    def _error(self, operation: str, error: BaseException) -> TinkerLightningError:
         request_id = getattr(error, "request_id", None)
-        where = operation if self._model_id is None else f"{operation} of {self._model_id}"
+        where = self._subject(operation)
         if request_id is not None:
             where += f", request {request_id}"
         which = f" ({where})" if where != operation else ""
@@ -112,12 +105,12 @@ def _value(returned: Any) -> Any:
     return returned.result() if callable(getattr(returned, "result", None)) else returned
 
 
-def _kind(error: Exception) -> type[TinkerLightningError]:
+def _kind(error: BaseException) -> type[TinkerLightningError]:
     if isinstance(error, TinkerLightningError):  # what was asked for is not supported
         return type(error)
     if isinstance(error, tinker.RequestFailedError) and error.category == sdk.RequestErrorCategory.User:
         return InvalidInput
-    kinds: dict[type[Exception], type[TinkerLightningError]] = {
+    kinds: dict[type[BaseException], type[TinkerLightningError]] = {
         tinker.AuthenticationError: Unauthorized,
         tinker.PermissionDeniedError: Unauthorized,
         tinker.NotFoundError: NotFound,
@@ -125,6 +118,5 @@ def _kind(error: Exception) -> type[TinkerLightningError]:
         tinker.UnprocessableEntityError: InvalidInput,
         tinker.APIConnectionError: ServerUnreachable,
         tinker.APIResponseValidationError: NotATinkerServer,
-        CancelledError: ClientClosed,
     }
     return next((ours for theirs, ours in kinds.items() if isinstance(error, theirs)), OperationFailed)

@@ -6,16 +6,23 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from tinker import types as sdk
 
+from tinker_lightning.client.dialects import servers
+from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import encoding, live_weights, request
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.official import detect_behind, server_url
 from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.transport.connection import Connection
+from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.client.transport.session import fetch_capabilities
+from tinker_lightning.client.transport.target import Credentials
 from tinker_lightning.errors import Unsupported
+from tinker_lightning.threads.background import BackgroundLoop
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
 
 if TYPE_CHECKING:
@@ -26,12 +33,13 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
-    from tinker_lightning.types import Datum
+from tinker_lightning.types import Datum
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
 # estimate that is up to 2.5 times ours.
 _CALL_DATUMS = 128
 _CALL_BYTES = 2_000_000
+_RETRY_POLICY = RetryPolicy(10.0)
 
 
 class SdkSender:
@@ -59,13 +67,13 @@ class SdkSender:
     def dialect(self) -> Dialect:
         """The dialect of the server behind the SDK's client; detected at the first use."""
         if self._dialect is None:
-            self._dialect = detect_behind(self.inner)
+            self._dialect = _detect_behind(self.inner)
         return self._dialect
 
     @property
     def server(self) -> str:
         """The URL of the server behind the SDK's client."""
-        return server_url(self.inner) or f"the server of {type(self.client).__name__}"
+        return _server_url(self.inner) or f"the server of {type(self.client).__name__}"
 
     @functools.cached_property
     def live(self) -> LiveWeights:
@@ -160,3 +168,31 @@ class SdkSender:
                 "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
             )
         return chunks
+
+
+def _detect_behind(client: Any) -> Dialect:
+    """Returns the dialect of the server that a client of the official SDK talks to."""
+    url = _server_url(client)
+    if url is None:
+        return servers.HOSTED
+    connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _RETRY_POLICY)
+    loop = BackgroundLoop(connection.close)
+    try:
+        return loop.run(_detect(connection)).result()
+    finally:
+        loop.close()
+
+
+def _server_url(client: Any) -> str | None:
+    """Returns the URL that a client of the official SDK was given; None for the SDK's default."""
+    return _given(client, "base_url", "TINKER_BASE_URL")
+
+
+async def _detect(connection: Connection) -> Dialect:
+    return await detect(connection, await fetch_capabilities(connection))
+
+
+def _given(client: Any, name: str, variable: str) -> str | None:
+    """Returns a setting that the SDK resolved or was given, or its environment variable; None without any."""
+    holder = vars(client.holder)
+    return holder.get(f"_{name}") or holder.get("_constructor_kwargs", {}).get(name) or os.environ.get(variable) or None
