@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
-from tinker_lightning.client.files.export import CONFIG, check_target, export_adapter
+from tinker_lightning.client.files.peft_folder import CONFIG, check_target, export_adapter
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.wire import folders

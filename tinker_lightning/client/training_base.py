@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from tinker_lightning.client.files.export import export_adapter
+from tinker_lightning.client.files.peft_folder import export_adapter
 from tinker_lightning.client.futures import UnreadFailures, submitted
 from tinker_lightning.client.passes.pending import CustomLoss, evaluation
 from tinker_lightning.client.passes.queue import PassQueue

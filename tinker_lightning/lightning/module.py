@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from tinker_lightning.client.files.export import export_adapter
+from tinker_lightning.client.files.peft_folder import export_adapter
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.lightning import _compat, checks, deferred_metrics, hooks, hyperparameters, routes
 from tinker_lightning.lightning.checkpoint import contents
