@@ -24,6 +24,7 @@ from tinker_lightning.client.transport import recording
 from tinker_lightning.client.transport.recording import OperationRecord
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.testing import RecordingTransport, embedded_service
+from tinker_lightning.threads import background
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,7 +79,7 @@ def test_every_step_is_measured(kind: type[RemoteModule], extended: bool, tmp_pa
     with far(extended=extended) as (service, _):
         trainer = quiet(max_steps=STEPS, accumulate_grad_batches=2, logger=logger, callbacks=[RemoteMonitor()])
         trainer.fit(new(service, kind), loader(), loader(2, 2))
-        assert not recording._by_thread  # nothing is measured afterwards
+        assert not background._wait_observers  # nothing is measured afterwards
         assert service.session.recording is None
     with open(f"{logger.log_dir}/metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["remote/step_s"]]

@@ -15,9 +15,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from tinker_lightning.client.transport import recording
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
-from tinker_lightning.threads import openmp
+from tinker_lightning.threads import background
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
@@ -131,7 +130,7 @@ class TinkerFuture(Generic[T]):
                 f"{self.operation}: its result arrives in the process that sent the request, not in this fork of it. "
                 "Wait for it there, or create a new client here."
             )
-        recording.wait([self._source], timeout)
+        background.wait([self._source], timeout)
         if not self.done():
             raise self._timed_out(timeout)
 
@@ -178,15 +177,11 @@ class TinkerFuture(Generic[T]):
         """Waits like `wait`. Cancelling the waiting task does not cancel the operation on the server."""
         if self.done():
             return
-        openmp.end()
+        background.end_openmp()
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
-        def wake(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # that loop was closed, so nobody is waiting there
-                loop.call_soon_threadsafe(woken.set)
-
-        self._source.add_done_callback(wake)
+        self._source.add_done_callback(lambda _: background.call_soon(loop, woken.set))
         await woken.wait()
 
     def then(
@@ -236,7 +231,7 @@ class UnreadFailures:
         """Waits for everything that was sent, at most `timeout` seconds; returns whether it is done."""
         with self._lock:
             sources = [future._source for future in self._futures.values() if future.is_sent]
-        return not recording.wait(sources, timeout).not_done
+        return not background.wait(sources, timeout).not_done
 
     def finish(self) -> None:
         """Waits until everything is done, evaluating custom losses that are still pending on this thread.

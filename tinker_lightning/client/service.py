@@ -21,7 +21,7 @@ from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, SessionInfo, fetch_capabilities
 from tinker_lightning.client.transport.target import HOSTED_URL, Target
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.threads import openmp
+from tinker_lightning.threads import background
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import responses as rs
 from tinker_lightning.types.params import optimizer_kind
@@ -81,7 +81,7 @@ class ServiceClient:
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)
         if target.in_process is not None:
-            openmp.enable()
+            background.enable_openmp_end()
         self.url = target.url
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
         about = SessionInfo(dict(user_metadata or {}), project_id, display_name)

@@ -1,1 +1,1 @@
-"""Event loops, background threads, and the signals and OpenMP threads of a thread."""
+"""Event loops, background threads, waiting for them, and signals."""

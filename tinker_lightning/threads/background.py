@@ -1,14 +1,16 @@
 """Background threads: event loops for the network, and functions and coroutines of regularizers, rewards and rollouts.
 
 Functions run on a thread each, coroutines on one shared event loop. Both have the caller's torch modes, which are per
-thread.
+thread. A thread that waits for a trainer in this process leaves the cores to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
+import ctypes
 import os
 import threading
 import time
@@ -26,7 +28,7 @@ from tinker_lightning.errors import ClientClosed
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 
 T = TypeVar("T")
 
@@ -252,3 +254,54 @@ class _InModes(Coroutine[Any, Any, T]):
                 self._loop.step = None
             self._modes = Modes.current()
             return awaited
+
+
+# torch has a team of OpenMP threads for each thread that calls it. GNU's OpenMP lets threads wait actively for their
+# next piece of work only while all teams of a process together have no more threads than there are cores. A custom loss
+# or a metric of a few thousand numbers gives the calling thread a team, and from then on the trainer's threads would
+# sleep and wake for every operation, although that team is idle: a pass of smollm2-135m takes 1.2 to 1.5 times as long,
+# and more on a virtual machine. So the team is ended while its thread waits, in 0.3 ms; torch starts another one when
+# it needs it.
+_SOFT = 1  # of omp_pause_resource_t
+_end_team: Callable[[int], object] | None = None
+_wait_observers: dict[int, Callable[[float, float], object]] = {}  # by thread
+
+
+def enable_openmp_end() -> None:
+    """Lets `end_openmp` end threads; called when a client connects to a trainer in this process."""
+    global _end_team
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no such handle
+        return
+    # Other OpenMP libraries do not have the problem, and would pause the trainer's threads too.
+    if hasattr(library, "GOACC_parallel") and not hasattr(library, "__kmpc_fork_call"):
+        _end_team = getattr(library, "omp_pause_resource_all", None)
+
+
+def end_openmp() -> None:
+    """Ends the OpenMP threads of the calling thread, if this process has had a trainer."""
+    if _end_team is not None:
+        _end_team(_SOFT)
+
+
+def wait(sources: Iterable[Future[Any]], timeout: float | None = None) -> Any:
+    """Waits like `concurrent.futures.wait`, without idle threads; see `observed_waits`."""
+    end_openmp()
+    start = time.perf_counter()
+    try:
+        return concurrent.futures.wait(sources, timeout)
+    finally:
+        if (observe := _wait_observers.get(threading.get_ident())) is not None:
+            observe(start, time.perf_counter())
+
+
+@contextlib.contextmanager
+def observed_waits(observe: Callable[[float, float], object]) -> Iterator[None]:
+    """Calls a function with the start and the end of each `wait` of the current thread in the `with` block."""
+    thread = threading.get_ident()
+    _wait_observers[thread] = observe
+    try:
+        yield
+    finally:
+        _wait_observers.pop(thread, None)

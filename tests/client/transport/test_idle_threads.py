@@ -17,7 +17,7 @@ from tinker_lightning.client import ServiceClient
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.testing import embedded_service
-from tinker_lightning.threads import openmp
+from tinker_lightning.threads import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def test_openmp_threads_of_a_waiting_thread_end_and_start_again(tmp_path: Path, 
     """R5.11."""
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
     with embedded_service(trainer) as service, ThreadPoolExecutor(1) as pool:  # a thread that torch has not seen
-        if openmp._end_team is None:
+        if background._end_team is None:
             pytest.skip("this torch does not use GNU's OpenMP")
         client = service.create_lora_training_client("tiny", rank=2)
         client.forward(DATA, "cross_entropy").result()  # the trainer has its threads
@@ -77,6 +77,6 @@ def test_openmp_threads_of_a_waiting_thread_end_and_start_again(tmp_path: Path, 
 
 
 def test_nothing_is_ended_for_a_server_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "_end_team", None)
+    monkeypatch.setattr(background, "_end_team", None)
     ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-none").close()
-    assert openmp._end_team is None
+    assert background._end_team is None

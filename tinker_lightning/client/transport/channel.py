@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinker_lightning.client.futures import UnreadFailures, raise_together
 from tinker_lightning.client.passes import live_weights
-from tinker_lightning.client.transport import recording
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session
 from tinker_lightning.client.transport.target import Credentials, Target
 from tinker_lightning.errors import ClientClosed, ClientForked
-from tinker_lightning.threads.background import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -105,7 +104,7 @@ class Channel:
         """Runs a coroutine in the background and waits for it; an interrupt cancels it."""
         future = self._loop.run(coroutine)
         try:
-            recording.wait([future])
+            wait([future])
             return future.result()
         except CancelledError:
             raise ClientClosed("this client was closed in the meantime. Create a new one with connect().") from None

@@ -5,26 +5,22 @@ Off by default: a client without a recording measures nothing.
 
 from __future__ import annotations
 
-import concurrent.futures
 import re
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tinker_lightning.threads import openmp
+from tinker_lightning.threads.background import observed_waits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     import httpx
 
 # A server's own measurements: `Server-Timing: queue;dur=1.5, run;dur=20.1`, in milliseconds.
 TIMING_HEADER = "server-timing"
 _TIMING = re.compile(r"\b(queue|run)\s*;\s*dur=([0-9.]+)")
-
-_by_thread: dict[int, Recording] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -88,15 +84,9 @@ class Recording:
             self._operations, self._waits = [], []
         return taken
 
-    @contextmanager
-    def record_waits(self) -> Iterator[None]:
+    def record_waits(self) -> AbstractContextManager[None]:
         """Also records when the current thread waits for results inside the `with` block."""
-        thread = threading.get_ident()
-        _by_thread[thread] = self
-        try:
-            yield
-        finally:
-            _by_thread.pop(thread, None)
+        return observed_waits(self.waited)
 
     def waited(self, start: float, end: float) -> None:
         """Adds a wait; one that continues the last wait prolongs it."""
@@ -104,16 +94,3 @@ class Recording:
             if self._waits and start - self._waits[-1][1] < 1e-3:
                 start = self._waits.pop()[0]
             self._waits.append((start, end))
-
-
-def wait(sources: Iterable[concurrent.futures.Future[Any]], timeout: float | None = None) -> Any:
-    """Waits like `concurrent.futures.wait`, without idle threads; a recording of this thread counts the time."""
-    openmp.end()
-    recording = _by_thread.get(threading.get_ident()) if _by_thread else None
-    if recording is None:
-        return concurrent.futures.wait(sources, timeout)
-    start = time.perf_counter()
-    try:
-        return concurrent.futures.wait(sources, timeout)
-    finally:
-        recording.waited(start, time.perf_counter())
