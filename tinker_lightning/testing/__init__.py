@@ -19,7 +19,6 @@ import httpx
 from typing_extensions import override
 
 from tinker_lightning.client.service import ServiceClient
-from tinker_lightning.client.transport.connection import PROTOBUF
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
@@ -89,7 +88,7 @@ class RecordedRequest:
             return None
         zstd = self.headers.get("content-encoding") == "zstd"
         body = compression.decompress(self.body, sys.maxsize) if zstd else self.body
-        if self.headers.get("content-type") == PROTOBUF:
+        if self.headers.get("content-type") == protobuf.CONTENT_TYPE:
             return protobuf.decode_forward_backward(body)
         return wire_json.loads(body)
 

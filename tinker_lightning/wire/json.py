@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CONTENT_TYPE = "application/json"
 # The key that identifies each type of chunk without tokens.
 _BINARY_CHUNKS: dict[str, type] = {"dmel": DmelChunk, "location": ImageAssetPointerChunk, "data": ImageChunk}
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types.responses import TopkLogprobs
     from tinker_lightning.wire.framing import Buffer
 
+CONTENT_TYPE = "application/x-protobuf"
 _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _MAX_DATUMS = 1 << 20
 _MAX_BATCH = 1 << 16

@@ -14,7 +14,7 @@ from tests.helpers.imitated_clients import BATCH, STEP, connected, logprobs_of, 
 from tests.helpers.imitations import imitate
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client import as_backend
-from tinker_lightning.client.dialects import dialect_named, encoding
+from tinker_lightning.client.dialects import Dialect, dialect_named
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import requests
@@ -116,7 +116,7 @@ def test_a_window_that_cannot_be_sent_leaves_nothing_to_the_next(
         client = model_on(service)
         held = [client.forward_backward(BATCH, "cross_entropy") for _ in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(encoding, "encode_pass", failing_at(call, encoding.encode_pass))
+            patch.setattr(Dialect, "encode_pass", failing_at(call, Dialect.encode_pass))
             with pytest.raises(InvalidInput, match="cannot be encoded"):
                 client.optim_step(STEP)
         for future in held:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tinker_lightning.client.dialects import servers
-from tinker_lightning.client.transport.connection import JSON
 from tinker_lightning.errors import InvalidMessage, TinkerLightningError
 from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import json as wire_json
@@ -85,7 +84,7 @@ def _takes_json(paths: dict[str, Any]) -> bool:
     found: Any = paths.get(_FORWARD_BACKWARD)
     for key in ("post", "requestBody", "content"):
         found = found.get(key) if isinstance(found, dict) else None
-    return isinstance(found, dict) and JSON in found
+    return isinstance(found, dict) and wire_json.CONTENT_TYPE in found
 
 
 async def _empty_forward(connection: Connection) -> tuple[int | None, str]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.dialects.values import check_names, check_values, checked_names
-from tinker_lightning.errors import InvalidInput, InvalidMessage
+from tinker_lightning.errors import InvalidInput, InvalidMessage, Unsupported
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.wire import json as wire_json
+from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from tinker_lightning.types import Datum
+    from tinker_lightning.types.requests import ForwardBackwardRequest
 
 # The fields of nested parameters that every server knows. Any other one is a newer field, for example
 # `asample.sampling_params.min_p`.
@@ -128,6 +132,66 @@ class Dialect:
         parent, _, nested = name.rpartition(".")
         is_old = nested in OLD_NESTED_FIELDS[parent] if parent else qualified not in NEWER_FIELDS
         return is_old or qualified in self.newer_fields
+
+    def check_targets(self, data: Sequence[Datum]) -> None:
+        """Raises `InvalidInput` if a datum has several targets per position on a server that takes one."""
+        if self.multiple_targets:
+            return
+        for i, datum in enumerate(data):
+            targets = datum.loss_fn_inputs.get("target_tokens")
+            if targets is not None and len(targets.shape) != 1:
+                raise InvalidInput(
+                    f"datum {i}: target_tokens has the shape {targets.shape}, but servers of the dialect {self.name!r} "
+                    "take one target per position"
+                )
+
+    def encode_pass(self, request: ForwardBackwardRequest) -> tuple[str, bytes, str]:
+        """Returns the endpoint, the body and the content type of a pass; a forward is one of `as_forward`.
+
+        Raises:
+            InvalidInput: If the server would misunderstand a datum, or compute a gradient in a forward.
+        """
+        self.check_targets(request.data)
+        if request.forward_only and self.forward == "zero_weights":
+            for i, datum in enumerate(request.data):
+                weights = datum.loss_fn_inputs.get("weights")
+                if weights is None or weights.to_numpy().any():
+                    raise InvalidInput(
+                        f"datum {i}: a forward needs weights of 0 on servers of the dialect {self.name!r}, because "
+                        "their passes always accumulate a gradient"
+                    )
+            request = replace(request, forward_only=False)
+        endpoint = "forward" if request.forward_only and self.forward == "forward" else "forward_backward"
+        if self.encoding == "json":
+            return endpoint, wire_json.forward_backward_body(request), wire_json.CONTENT_TYPE
+        return endpoint, protobuf.encode_forward_backward(request), protobuf.CONTENT_TYPE
+
+    def encode_json(self, endpoint: str, request: Any) -> bytes:
+        """Returns the JSON body of a request, without the optional fields that the server does not know.
+
+        Raises:
+            Unsupported: If such a field has a value that matters.
+        """
+        body: dict[str, Any] = {}
+        for name in self._unknown(endpoint, request):
+            parent, _, nested = name.rpartition(".")
+            known = body = body or wire_json.fields_of(request)
+            if parent:
+                known = body[parent] = wire_json.fields_of(body[parent])
+            known.pop(nested, None)
+        return wire_json.dumps(body or request)
+
+    def _unknown(self, endpoint: str, message: Any, prefix: str = "") -> Iterator[str]:
+        """Yields the fields of a message that the server does not know; raises `Unsupported` if one has a value."""
+        for each in fields(message):
+            value, name = getattr(message, each.name), f"{prefix}{each.name}"
+            if self.knows(endpoint, name):
+                if not prefix and each.name in OLD_NESTED_FIELDS and is_dataclass(value):
+                    yield from self._unknown(endpoint, value, f"{name}.")
+                continue
+            if value != each.default:
+                raise Unsupported(f"{name}: servers of the dialect {self.name!r} do not support it; leave it out")
+            yield name
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that can be saved as JSON and given to `from_dict`."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from tinker_lightning.client.dialects.encoding import check_targets, weighted
 from tinker_lightning.client.dialects.surrogate import completed, times
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.server_losses import LossHandle, located
@@ -169,7 +168,7 @@ def built_in(
     Raises:
         InvalidInput: If the loss cannot be scaled that way, or the server would misunderstand a datum.
     """
-    check_targets(dialect, data)
+    dialect.check_targets(data)
     data = _with_weights(data, loss)
     # A forward with other weights than the caller's has another sum, so it is computed from the log-probabilities.
     replaces_weights = dialect.unit_forward_weights or dialect.forward == "zero_weights"
@@ -200,6 +199,12 @@ def as_forward(dialect: Dialect, request: ServerPass) -> ServerPass:
     if dialect.unit_forward_weights:
         return replace(request, data=[weighted(datum, 1.0) for datum in request.data])
     return request
+
+
+def weighted(datum: Datum, weight: float) -> Datum:
+    """Returns a datum with the same weight on all its targets."""
+    targets = datum.loss_fn_inputs["target_tokens"]
+    return datum.with_inputs(weights=TensorData.wrap(np.full(targets.shape, weight, np.float32)))
 
 
 def gap(dialect: Dialect, loss: str) -> str:

@@ -46,9 +46,6 @@ logger = logging.getLogger("tinker_lightning.client")
 
 T = TypeVar("T")
 
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
-
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 # Servers hold a poll for up to five minutes. The client polls again earlier, because the connection may have died.
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
@@ -162,7 +159,7 @@ class Connection:
             AnswerLost: If the server may have received a request that is not repeatable.
             TinkerLightningError: If the request fails.
         """
-        content = {"Content-Type": JSON} if body is not None else {}
+        content = {"Content-Type": wire_json.CONTENT_TYPE} if body is not None else {}
         started = time.monotonic()
         with self.status_log.waiting(self.url) as show:
             for attempt in itertools.count():
@@ -175,7 +172,7 @@ class Connection:
                         method,
                         _parsed(self.url + path),
                         content=body,
-                        headers={"Accept": JSON, **content, **credentials, **(headers or {})},
+                        headers={"Accept": wire_json.CONTENT_TYPE, **content, **credentials, **(headers or {})},
                     )
                     if record is not None:
                         record.add(body, response)

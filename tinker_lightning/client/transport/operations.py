@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import httpx
 
-from tinker_lightning.client.dialects import encoding
-from tinker_lightning.client.transport.connection import JSON, PROTOBUF
 from tinker_lightning.client.transport.recording import OperationRecord
 from tinker_lightning.errors import (
     AnswerLost,
@@ -43,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 E = TypeVar("E", bound=TinkerLightningError)
+
+JSON, PROTOBUF = wire_json.CONTENT_TYPE, protobuf.CONTENT_TYPE
 
 # Our server's id of an operation whose submission is answered with the result.
 REQUEST_ID_HEADER = "x-request-id"
@@ -91,12 +91,12 @@ def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: typ
         InvalidInput: If it contains something that cannot be sent.
     """
     if isinstance(request, ForwardBackwardRequest):
-        standard, body, content_type = encoding.encode_pass(dialect, request)
+        standard, body, content_type = dialect.encode_pass(request)
         endpoint = standard if endpoint == "forward_backward" else endpoint
         count, targets = len(request.data), _targets(dialect, request)
         operation = Operation(name, endpoint, body, content_type, result, datums=count, targets=targets)
     else:
-        operation = Operation(name, endpoint, encoding.encode_json(dialect, endpoint, request), JSON, result)
+        operation = Operation(name, endpoint, dialect.encode_json(endpoint, request), JSON, result)
     if dialect.numbers == "strict":
         operation = replace(operation, request=request)
     if isinstance(request, ModelRequest):
@@ -240,7 +240,7 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
     if not request_id:
         where = f"/api/v1/{operation.endpoint}: request_id: missing, so its result cannot be requested"
         raise session.connection.not_a_tinker_server(where)
-    body = encoding.encode_json(session.dialect, "retrieve_future", RetrieveFutureRequest(request_id))
+    body = session.dialect.encode_json("retrieve_future", RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
     subject = operation.model_id or operation.name
     quick = 0.01
