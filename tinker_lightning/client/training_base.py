@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tinker_lightning.client.files.peft_folder import export_adapter
 from tinker_lightning.client.futures import UnreadFailures, submitted
 from tinker_lightning.client.passes.pending import CustomLoss, evaluation
+from tinker_lightning.client.passes.preparation import gap
 from tinker_lightning.client.passes.queue import PassQueue
-from tinker_lightning.client.passes.request import gap
 from tinker_lightning.client.server_losses import LossHandle, times, with_loss
 from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.losses import surrogate

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from typing_extensions import override
 
 from tinker_lightning import losses
-from tinker_lightning.client.passes.encoding import reduced
+from tinker_lightning.client.passes.request import reduced
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.session import LAST_WAIT, SessionModule

@@ -12,7 +12,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning import losses
-from tinker_lightning.client.passes.request import spread
+from tinker_lightning.client.passes.preparation import spread
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import surrogate

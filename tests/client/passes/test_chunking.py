@@ -18,7 +18,7 @@ from tests.helpers.client_data import DATA, csr, nll
 from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.passes import encoding
+from tinker_lightning.client.passes.request import combine_outputs, split
 from tinker_lightning.server import create_app
 from tinker_lightning.server.endpoints import handshake
 from tinker_lightning.testing import RecordingTransport
@@ -43,7 +43,7 @@ def datum(length: int) -> Datum:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(1, 6), st.integers(1, 600))
 def test_chunks_are_consecutive_and_within_the_limits(lengths: list[int], most: int, size: int) -> None:
     data = [datum(length) for length in lengths]
-    chunks = encoding.split(data, most, size)
+    chunks = split(data, most, size)
     assert [each for chunk in chunks for each in chunk] == data
     sizes = [[16 * each.model_input.length for each in chunk] for chunk in chunks]
     assert all(len(chunk) <= most and (sum(chunk) <= size or len(chunk) == 1) for chunk in sizes)
@@ -55,10 +55,10 @@ def test_the_size_is_that_of_the_bytes() -> None:
     picture = Datum(ModelInput([ImageChunk(b"x" * 70, "png"), DmelChunk(b"y" * 30)]), {})
     sparse = csr(np.eye(4, 100, dtype=np.float32))  # 4 values of 4 bytes, 5 + 4 indices of 8
     wide = Datum(ModelInput.from_ints([1, 2, 3, 4]), {"weights": sparse})
-    assert len(encoding.split([picture, picture], 9, 200)) == 1
-    assert len(encoding.split([picture, picture], 9, 199)) == 2
-    assert len(encoding.split([wide, wide], 9, 2 * (16 + 16 + 72))) == 1
-    assert len(encoding.split([wide, wide], 9, 2 * (16 + 16 + 72) - 1)) == 2
+    assert len(split([picture, picture], 9, 200)) == 1
+    assert len(split([picture, picture], 9, 199)) == 2
+    assert len(split([wide, wide], 9, 2 * (16 + 16 + 72))) == 1
+    assert len(split([wide, wide], 9, 2 * (16 + 16 + 72) - 1)) == 2
 
 
 def test_metrics_are_reduced_as_their_names_say() -> None:
@@ -71,7 +71,7 @@ def test_metrics_are_reduced_as_their_names_say() -> None:
         ForwardBackwardOutput([{}] * count, dict(zip(names, each, strict=False)), f"kind {count}")
         for count, each in zip((1, 3), values, strict=True)
     ]
-    combined = encoding.combine_outputs(outputs)
+    combined = combine_outputs(outputs)
     assert combined.metrics == {
         "a:sum": 11.0,
         "b:mean": (2.0 + 3 * 5.0) / 4,
@@ -84,12 +84,12 @@ def test_metrics_are_reduced_as_their_names_say() -> None:
     }
     assert combined.loss_fn_output_type == "kind 1"
     assert len(combined.loss_fn_outputs) == 4
-    assert encoding.combine_outputs(outputs[:1]) is outputs[0]
+    assert combine_outputs(outputs[:1]) is outputs[0]
 
 
 def test_outputs_stay_in_order() -> None:
     outputs = [ForwardBackwardOutput([{"logprobs": TensorData([float(i)])}]) for i in range(3)]
-    assert [each["logprobs"].tolist() for each in encoding.combine_outputs(outputs).loss_fn_outputs] == [
+    assert [each["logprobs"].tolist() for each in combine_outputs(outputs).loss_fn_outputs] == [
         [0.0],
         [1.0],
         [2.0],

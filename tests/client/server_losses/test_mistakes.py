@@ -308,7 +308,7 @@ def test_a_batch_that_does_not_fit_is_not_split(
     service: ServiceClient, model: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     custom_loss(service, name="mine")(minimal)
-    monkeypatch.setattr("tinker_lightning.client.passes.encoding.split", lambda data, *_: [[each] for each in data])
+    monkeypatch.setattr("tinker_lightning.client.passes.request.split", lambda data, *_: [[each] for each in data])
     with pytest.raises(InvalidInput, match=r"3 datums do not fit into one request, and mine@.* is computed from"):
         model.forward_backward(texts(), "mine")
 

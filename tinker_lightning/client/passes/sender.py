@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes import encoding
-from tinker_lightning.client.passes import request as pass_request
+from tinker_lightning.client.passes import preparation
+from tinker_lightning.client.passes.request import chunks_for, parts
 from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded, renumbered, with_ids
 from tinker_lightning.errors import AnswerLost, InvalidInput, Unsupported
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse, SaveWeightsResponse
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tinker_lightning.client.dialects.dialect import Dialect
-    from tinker_lightning.client.passes.encoding import Parts
     from tinker_lightning.client.passes.live_weights import LiveWeights
-    from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.client.passes.request import Parts, ServerPass
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.session import Session
@@ -213,8 +212,8 @@ class ProtocolSender:
     ) -> ServerPass:
         """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
         session = self.session
-        request = pass_request.prepare(session, self.losses, data, loss_fn, config, inputs, scale)
-        if request.whole and len(encoding.chunks_for(session, request.data)) > 1:
+        request = preparation.prepare(session, self.losses, data, loss_fn, config, inputs, scale)
+        if request.whole and len(chunks_for(session, request.data)) > 1:
             raise InvalidInput(
                 f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
                 "the whole batch at once. Send a smaller batch."
@@ -238,7 +237,7 @@ class ProtocolSender:
     ) -> list[TinkerFuture[ForwardBackwardOutput]]:
         """Sends passes: all of them, or none if one cannot be encoded."""
         return self._start(
-            [encoding.parts(self.session, self._model_id, request, forward_only=forward_only) for request in requests]
+            [parts(self.session, self._model_id, request, forward_only=forward_only) for request in requests]
         )
 
     def load(

@@ -14,7 +14,8 @@ from tinker import types as sdk
 
 from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.detect import detect
-from tinker_lightning.client.passes import encoding, live_weights, request
+from tinker_lightning.client.passes import live_weights, preparation
+from tinker_lightning.client.passes.request import combine_outputs, size, split
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.requests import Calls
 from tinker_lightning.client.transport.connection import Connection
@@ -92,8 +93,8 @@ class SdkSender:
         scale: float,
     ) -> ServerPass:
         """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-        datums = request.spread(data, inputs or {})
-        return request.built_in(self.dialect, datums, request.loss_name(loss_fn), config or {}, scale)
+        datums = preparation.spread(data, inputs or {})
+        return preparation.built_in(self.dialect, datums, preparation.loss_name(loss_fn), config or {}, scale)
 
     def surrogate(self) -> Surrogate:
         """Returns the built-in loss that carries custom losses; raises `Unsupported` if none is known."""
@@ -122,9 +123,7 @@ class SdkSender:
 
         def combined(results: list[Any]) -> ForwardBackwardOutput:
             pairs = zip(results, chunks, strict=True)
-            return encoding.combine_outputs(
-                [request.call_output(convert.output(result), chunk) for result, chunk in pairs]
-            )
+            return combine_outputs([request.call_output(convert.output(result), chunk) for result, chunk in pairs])
 
         return self.calls.submit(
             "forward" if forward_only else "forward_backward",
@@ -161,8 +160,8 @@ class SdkSender:
         max_datums = min(_CALL_DATUMS, getattr(config, "fwdbwd_max_chunk_len", _CALL_DATUMS)) // 2 * 2
         # Half of it, because the last datum may be sent twice to make the number even.
         max_bytes = min(_CALL_BYTES, getattr(config, "fwdbwd_max_chunk_bytes_count", _CALL_BYTES)) // 2
-        chunks = encoding.split(request.data, max_datums, max_bytes)
-        if request.even_batch and (max_datums == 0 or any(encoding.size(chunk) > max_bytes for chunk in chunks)):
+        chunks = split(request.data, max_datums, max_bytes)
+        if request.even_batch and (max_datums == 0 or any(size(chunk) > max_bytes for chunk in chunks)):
             raise Unsupported(
                 f"servers of the dialect {self.dialect.name!r} need an even number of sequences in a request, but the "
                 "SDK sends the longest sequence of this batch alone. Use shorter ones, or tinker_lightning.connect()."
