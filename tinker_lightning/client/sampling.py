@@ -220,7 +220,7 @@ class SamplingClient(BaseSamplingClient):
             with self._lock:
                 number = self._next_number
                 request = SampleRequest(self.sampler_id, number, model_input, params, num_samples, **options)
-                encoded = encode(session.dialect, name, "asample", request, SampleResponse)
+                encoded = encode(session.dialect, "asample", request, SampleResponse, name)
                 self._next_number += 1
             return recorded(session, encoded)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import torch
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.transport.operations import encode, perform
+from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.errors import InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
 from tinker_lightning.losses.builtin import LOSSES
@@ -101,8 +101,6 @@ def times(handle: LossHandle, scale: float) -> surrogate.LossFn:
     return scaled_loss
 
 
-T = TypeVar("T")
-
 # A script may create a new function at each step; one that was dropped here is uploaded again when it is used.
 _KEPT_HANDLES = 256
 
@@ -138,7 +136,7 @@ class Losses:
             return made
         handle = LossHandle(loss.name, session.session_id, loss)
         if not session.config.custom_loss_server_side:
-            made = TinkerFuture(self._channel.run(_returned(handle)), f"create_custom_loss {loss.name}")
+            made = TinkerFuture.from_result(handle, f"create_custom_loss {loss.name}")
         else:
             by_input = not session.extensions.server_losses
             handle = replace(handle, number=self._channel.count("custom loss"), by_input=by_input)
@@ -169,14 +167,8 @@ class Losses:
             [rq.CustomLossInput(name, rank or 0) for name, rank in sent.inputs.items()],
             sent.program.graph.encode(),
         )
-        operation = encode(
-            self._channel.session.dialect,
-            "create_custom_loss",
-            "create_custom_loss",
-            request,
-            rs.CreateCustomLossResponse,
-        )
-        return TinkerFuture(self._channel.run(perform(session, operation)), f"create_custom_loss {handle.name}")
+        uploaded = operate(session, "create_custom_loss", request, rs.CreateCustomLossResponse)
+        return TinkerFuture(self._channel.run(uploaded), f"create_custom_loss {handle.name}")
 
     @property
     def accepts_batch_losses(self) -> bool:
@@ -233,7 +225,3 @@ class Losses:
                 "Python function."
             )
         return self._channel.call("/ext/v1/losses", request, rs.CreateCustomLossResponse).loss_id
-
-
-async def _returned(value: T) -> T:
-    return value

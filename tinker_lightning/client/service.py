@@ -18,13 +18,14 @@ from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.client.transport import embedded
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
-from tinker_lightning.client.transport.session import Session, SessionInfo, fetch_capabilities
+from tinker_lightning.client.transport.session import SDK_VERSION, Session, fetch_capabilities
 from tinker_lightning.client.transport.target import HOSTED_URL, Target
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.threads import background
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
 from tinker_lightning.types import responses as rs
 from tinker_lightning.types.params import optimizer_kind
+from tinker_lightning.types.requests import CreateSessionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -84,9 +85,10 @@ class ServiceClient:
             background.enable_openmp_end()
         self.url = target.url
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
-        about = SessionInfo(dict(user_metadata or {}), project_id, display_name)
+        tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
+        request = CreateSessionRequest(tags, dict(user_metadata or {}), SDK_VERSION, display_name, project_id)
         headers = dict(default_headers_overrides or {})
-        self._channel = Channel(target, retry_policy, partial(Session.open, about=about), headers)
+        self._channel = Channel(target, retry_policy, partial(Session.open, request=request), headers)
         self.losses = Losses(self._channel, target.in_process)
 
     @property

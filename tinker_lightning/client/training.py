@@ -15,7 +15,7 @@ from tinker_lightning.client.futures import in_thread, submitted
 from tinker_lightning.client.passes.sender import ProtocolSender
 from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.training_base import BaseTrainingClient
-from tinker_lightning.client.transport.operations import encode, perform
+from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
@@ -71,8 +71,7 @@ class TrainingClient(BaseTrainingClient):
         request = rq.CreateModelRequest(
             session.session_id, channel.count("model"), base_model, lora, user_metadata, config
         )
-        operation = encode(session.dialect, "create_model", "create_model", request, CreateModelResponse)
-        created = channel.wait(perform(session, operation))
+        created = channel.wait(operate(session, "create_model", request, CreateModelResponse))
         return channel.watch(cls(channel, losses, created.model_id, optimizer))
 
     def optim_step(self, optim_params: Any = None, *, adam_params: Any = None) -> TinkerFuture[OptimStepResponse]:

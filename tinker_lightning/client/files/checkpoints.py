@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tinker_lightning.client.transport.operations import encode, perform
+from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError, Unsupported
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types.requests import TtlRequest, UnloadModelRequest, WeightsInfoRequest
@@ -182,9 +182,8 @@ def remove(channel: Channel, models: Iterable[BaseTrainingClient], paths: Iterab
             left.append(path)
     for model in models:
         request = UnloadModelRequest(model.model_id)
-        operation = encode(session.dialect, "unload_model", "unload_model", request, UnloadModelResponse)
         try:
-            channel.run(perform(session, operation)).result(_SECONDS)
+            channel.run(operate(session, "unload_model", request, UnloadModelResponse)).result(_SECONDS)
         except (TinkerLightningError, TimeoutError) as error:
             logger.info("the model %s stays on %s until the session ends: %s", model.model_id, channel.url, error)
         model.unread.take_failures()  # whoever measured it has reported them

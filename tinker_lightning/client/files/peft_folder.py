@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.client.transport.operations import encode, perform
+from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.types import SaveWeightsResponse
 from tinker_lightning.types.requests import ImportAdapterRequest
@@ -99,8 +99,7 @@ def upload_adapter(channel: Channel, folder: str | os.PathLike[str], base_model:
     rank, alpha = config["r"], config["lora_alpha"]
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     request = ImportAdapterRequest(session.session_id, base_model, scaling, (path / WEIGHTS[0]).read_bytes())
-    operation = encode(session.dialect, "import_adapter", "import_adapter", request, SaveWeightsResponse)
-    return channel.wait(perform(session, operation)).path
+    return channel.wait(operate(session, "import_adapter", request, SaveWeightsResponse)).path
 
 
 def check_target(

@@ -150,15 +150,10 @@ def parts(session: Session, model_id: str, request: ServerPass, *, forward_only:
 
     def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:
         numbers.extend(range(first, first + len(chunks)))
+        pairs = zip(numbers, chunks, strict=True)
         return [
-            encode(
-                session.dialect,
-                name,
-                endpoint,
-                ForwardBackwardRequest(model_id, number, chunk, *settings),
-                ForwardBackwardOutput,
-            )
-            for number, chunk in zip(numbers, chunks, strict=True)
+            encode(session.dialect, endpoint, body, ForwardBackwardOutput, name)
+            for body in (ForwardBackwardRequest(model_id, number, chunk, *settings) for number, chunk in pairs)
         ]
 
     def combine(outputs: list[ForwardBackwardOutput]) -> ForwardBackwardOutput:
@@ -185,7 +180,7 @@ def _retained_parts(
     def operation(number: int, forward: int, chunk: list[tuple[Datum, Tensor]]) -> Operation[ForwardBackwardOutput]:
         def encoded(endpoint: str, datums: list[Datum], config: dict[str, Any]) -> Operation[ForwardBackwardOutput]:
             body = ForwardBackwardRequest(model_id, number, datums, request.loss, config)
-            return encode(session.dialect, "forward_backward", endpoint, body, ForwardBackwardOutput)
+            return encode(session.dialect, endpoint, body, ForwardBackwardOutput, "forward_backward")
 
         def whole() -> Operation[ForwardBackwardOutput]:
             data, gradients = zip(*chunk, strict=True)

@@ -261,7 +261,7 @@ class ProtocolSender:
         dialect = self.dialect
 
         def operations(number: int) -> list[Operation[T]]:
-            return [encode(dialect, name, endpoint, request(self._model_id, number, *args, **kw), result)]
+            return [encode(dialect, endpoint, request(self._model_id, number, *args, **kw), result, name)]
 
         (future,) = self._start([(operations, lambda results: results[0])], after)
         return future

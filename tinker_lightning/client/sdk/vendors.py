@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tinker import types as sdk
 from typing_extensions import override
 
@@ -106,10 +107,7 @@ def _linear(_: Sequence[Any], logprobs: Sequence[Tensor], *, given: Sequence[Dat
         -(datum.loss_fn_inputs["weights"].to_torch().reshape(each.shape) * each).sum()
         for datum, each in zip(given, logprobs, strict=True)
     ]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total, {}
+    return torch.stack(terms).sum(), {}
 
 
 def _types_of(client: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -84,12 +84,13 @@ class Operation(Generic[T]):
         return self.name if self.model_id is None else f"{self.name} {self.seq_id} of {self.model_id}"
 
 
-def encode(dialect: Dialect, name: str, endpoint: str, request: Any, result: type[T]) -> Operation[T]:
-    """Encodes a request in the terms of a dialect.
+def encode(dialect: Dialect, endpoint: str, request: Any, result: type[T], name: str = "") -> Operation[T]:
+    """Encodes a request in the terms of a dialect; its name is the endpoint if none is given.
 
     Raises:
         InvalidInput: If it contains something that cannot be sent.
     """
+    name = name or endpoint
     if isinstance(request, ForwardBackwardRequest):
         standard, body, content_type = dialect.encode_pass(request)
         endpoint = standard if endpoint == "forward_backward" else endpoint
@@ -121,8 +122,13 @@ def _targets(dialect: Dialect, request: ForwardBackwardRequest) -> list[int] | N
 def renumbered(dialect: Dialect, operation: Operation[T], seq_id: int) -> Operation[T]:
     """Returns an operation with another number."""
     request = replace(operation.request, seq_id=seq_id)
-    again = encode(dialect, operation.name, operation.endpoint, request, operation.result)
+    again = encode(dialect, operation.endpoint, request, operation.result, operation.name)
     return replace(again, record=operation.record)
+
+
+def operate(session: Session, endpoint: str, request: Any, result: type[T]) -> Coroutine[Any, Any, T]:
+    """Encodes a request; the coroutine submits it and waits for its result."""
+    return perform(session, encode(session.dialect, endpoint, request, result))
 
 
 def recorded(session: Session, operation: Operation[T]) -> Operation[T]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects.detect import detect
@@ -27,15 +26,6 @@ SDK_VERSION = "0.36.0"
 _HEARTBEAT_SECONDS = 10.0
 _WARNING_SECONDS = 120.0
 _FINISH_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """The description of a session that the server records; see `ServiceClient`."""
-
-    user_metadata: dict[str, str] = field(default_factory=dict)
-    project_id: str | None = None
-    display_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +69,19 @@ class Session:
         self._heart = asyncio.create_task(self._beat())
 
     @classmethod
-    async def open(
-        cls, connection: Connection, dialect: Dialect | None = None, about: SessionInfo | None = None
-    ) -> Session:
+    async def open(cls, connection: Connection, dialect: Dialect | None, request: CreateSessionRequest) -> Session:
         """Opens a session in two round trips: the configuration, then session and capabilities together.
 
         Args:
             connection: The connection to the server.
             dialect: What the server speaks; detected if it is not given.
-            about: What the server records about the session.
+            request: What the server records about the session.
         """
-        about = about or SessionInfo()
-        tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
-        request = CreateSessionRequest(tags, about.user_metadata, SDK_VERSION, about.display_name, about.project_id)
         try:
             config = await cls._configure(connection)
             created, capabilities = await asyncio.gather(
-                connection.post("/api/v1/create_session", request, _CreatedSession), fetch_capabilities(connection)
+                connection.post("/api/v1/create_session", request, _CreatedSession),
+                fetch_capabilities(connection),
             )
             if dialect is None:
                 dialect = await detect(connection, capabilities)
