@@ -20,7 +20,7 @@ from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.dialects.servers import EMBEDDED, dialect_named
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.doctor import CHECKS, TOKENS, examine
-from tinker_lightning.doctor.report import Check, Finding
+from tinker_lightning.doctor.probe import Check, Finding
 from tinker_lightning.errors import InvalidInput, OperationFailed
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import RecordingTransport, embedded_service

@@ -1,6 +1,5 @@
 """The doctor: checks the behavior of a server on scratch models, which are removed afterwards."""
 
-from tinker_lightning.doctor.examination import CHECKS, TOKENS, examine
-from tinker_lightning.doctor.report import Report
+from tinker_lightning.doctor.examination import CHECKS, TOKENS, Report, examine
 
 __all__ = ["CHECKS", "TOKENS", "Report", "examine"]

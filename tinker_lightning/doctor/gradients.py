@@ -14,7 +14,7 @@ import torch
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.dialects.measure import LENGTHS, Call, differs, ratio
 from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.doctor.report import Check, Finding, NotOffered
+from tinker_lightning.doctor.probe import Check, Finding, NotOffered
 from tinker_lightning.errors import InvalidInput, OperationFailed
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.passes.request import ServerPass, as_forward
-from tinker_lightning.doctor.report import Check, Finding, NotOffered, reason
+from tinker_lightning.doctor.probe import Check, Finding, NotOffered, reason
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.types import ForwardBackwardOutput, OptimStepResponse
 from tinker_lightning.types import requests as rq

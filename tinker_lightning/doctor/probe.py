@@ -1,14 +1,17 @@
-"""The scratch models on which a server is checked."""
+"""A check of a server, its outcome, and the scratch models on which it runs."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_lightning.client.dialects.measure import Scratch
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.files.checkpoints import remove
-from tinker_lightning.client.transport.operations import encode, perform
+from tinker_lightning.client.transport.operations import operate
+from tinker_lightning.errors import TinkerLightningError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -87,9 +90,7 @@ class Probe:
 
     def post(self, endpoint: str, request: rq.ModelRequest, result: type[T]) -> Future[T]:
         """Posts a request under the number that it has, whatever was sent before."""
-        session = self.service.session
-        operation = encode(session.dialect, endpoint, endpoint, request, result)
-        return self.service._channel.run(perform(session, operation))
+        return self.service._channel.run(operate(self.service.session, endpoint, request, result))
 
     def end_check(self) -> None:
         """Removes the checkpoints and models of a check, as far as the server can."""
@@ -103,3 +104,55 @@ class Probe:
             self._models.append(self._scratch.backend)  # type: ignore[arg-type]
         self.end_check()
         self.service.session.dialect = self._detected
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check.
+
+    Args:
+        name: A short name.
+        shows: The behavior of a server that passes.
+        advice: The advice if it fails.
+        run: Runs it. Raises `NotOffered` if the server has no such function.
+    """
+
+    name: str
+    shows: str
+    advice: str
+    run: Callable[[Probe], Finding]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of a check that ran.
+
+    Args:
+        fault: The fault of the server; None if there is none.
+        detail: The measurement.
+        dialect: The fields of the dialect that follow from it.
+    """
+
+    fault: str | None = None
+    detail: str = ""
+    dialect: dict[str, Any] = field(default_factory=dict)
+
+
+class NotOffered(Exception):
+    """Ends a check of a function that the server does not offer.
+
+    Args:
+        reason: The missing function.
+        dialect: The fields of the dialect that follow from it.
+    """
+
+    def __init__(self, reason: str, **dialect: Any) -> None:
+        super().__init__(reason)
+        self.dialect = dialect
+
+
+def reason(error: BaseException) -> str:
+    """Returns the message of an error without the ids of the request, which are different each time."""
+    while isinstance(error, TinkerLightningError) and error.operation is not None and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinker_lightning.client.dialects import measure
-from tinker_lightning.doctor.report import Check, Finding, NotOffered, reason
+from tinker_lightning.doctor.probe import Check, Finding, NotOffered, reason
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import AdamParams, Datum, ModelInput, SamplingParams
 
