@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.client.passes.request import ServerPass, surrogate_pass
+from tinker_lightning.client.passes.request import ServerPass, chunks_for, surrogate_pass
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
 from tinker_lightning.losses import surrogate
@@ -58,7 +58,7 @@ def prepare(
         if own.is_of_library:
             data, inputs = own.check_datums(spread(data, inputs or {}), config or {}), None
         loss_id, settings = own.resolve(config or {}, present)
-        asked = _batch_pass(data, loss_id, settings, inputs, scale)
+        asked = _batch_pass(session, data, loss_id, settings, inputs, scale)
         if own.is_of_library:
             asked = replace(asked, finish=_with_values)
         return replace(asked, lose=functools.partial(own.invalidate, loss_id), graphs=own.graphs(loss_id))
@@ -66,7 +66,7 @@ def prepare(
     if not session.extensions.server_losses:
         return built_in(session.dialect, spread(data, inputs or {}), name, config or {}, scale)
     if name not in LOSSES and name != _CUSTOM:
-        return _batch_pass(data, name, dict(config or {}), inputs, scale)
+        return _batch_pass(session, data, name, dict(config or {}), inputs, scale)
     if name in LOSSES:
         check_batch_inputs(name, inputs or {}, {*LOSSES[name].reads, _TARGETS})
     return ServerPass(_with_weights(spread(data, inputs or {}), name), name, dict(config or {}), scale=scale)
@@ -140,8 +140,19 @@ def _with_weights(data: list[Datum], loss: str) -> list[Datum]:
 
 
 def _batch_pass(
-    data: list[Datum], loss: str, config: dict[str, float | str], inputs: Mapping[str, Any] | None, scale: float
+    session: Session,
+    data: list[Datum],
+    loss: str,
+    config: dict[str, float | str],
+    inputs: Mapping[str, Any] | None,
+    scale: float,
 ) -> ServerPass:
+    """Prepares a pass that must not be split, because its loss is not a sum over datums."""
+    if len(chunks_for(session, data)) > 1:
+        raise InvalidInput(
+            f"data: {len(data)} datums do not fit into one request, and {loss} is computed from the whole batch at "
+            "once. Send a smaller batch."
+        )
     tensors = {}
     for name, value in (inputs or {}).items():
         try:
@@ -153,7 +164,7 @@ def _batch_pass(
                 f"loss_fn_inputs: {name} is boolean, but the server receives numbers. Pass mask.float(), and write "
                 "mask > 0 in the loss."
             )
-    return ServerPass(data, loss, config, tensors, scale, whole=True, finish=_with_own_names)
+    return ServerPass(data, loss, config, tensors, scale, finish=_with_own_names)
 
 
 def _handle_pass(

@@ -48,7 +48,6 @@ class ServerPass:
     config: dict[str, float | str] = field(default_factory=dict)
     inputs: dict[str, TensorData] = field(default_factory=dict)  # given once for the batch
     scale: float = 1.0  # the server multiplies the gradient by it
-    whole: bool = False  # the batch must not be split, because the loss is not a sum over datums
     local: LossHandle | None = None  # a per-datum loss that the server does not run
     finish: Callable[[ForwardBackwardOutput], ForwardBackwardOutput] | None = None  # converts the result
     lose: Callable[[], None] | None = None  # called if the server may have dropped the loss

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes import preparation
-from tinker_lightning.client.passes.request import chunks_for, parts
+from tinker_lightning.client.passes.request import parts
 from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded, renumbered, with_ids
-from tinker_lightning.errors import AnswerLost, InvalidInput, Unsupported
+from tinker_lightning.errors import AnswerLost, Unsupported
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import Parts, ServerPass
+    from tinker_lightning.client.sdk.sender import SdkSender
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.session import Session
-    from tinker_lightning.types import Datum
+
+    # The way from one training client to its server, in the Tinker protocol or through a client of another library.
+    Sender: TypeAlias = "ProtocolSender | SdkSender"
 
 T = TypeVar("T")
 
@@ -106,56 +110,6 @@ async def _in_turn(
     return result
 
 
-class Sender(Protocol):
-    """The way from one training client to its server."""
-
-    @property
-    def dialect(self) -> Dialect:
-        """The dialect of the server."""
-
-    @property
-    def server(self) -> str:
-        """A name of the server for users."""
-
-    @property
-    def live(self) -> LiveWeights:
-        """The models in training on the server, by all clients of this process."""
-
-    @property
-    def retains(self) -> bool:
-        """Whether the server can keep a forward pass until its gradient arrives."""
-
-    @property
-    def waits_for_samples(self) -> bool:
-        """Whether a request that changes the weights waits at the call for samples that it must not overtake."""
-
-    def check(self) -> None:
-        """Raises if the client can no longer be used."""
-
-    def prepare(
-        self,
-        data: list[Datum],
-        loss_fn: Any,
-        config: Mapping[str, float | str] | None,
-        inputs: Mapping[str, Any] | None,
-        scale: float,
-    ) -> ServerPass:
-        """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-
-    def surrogate(self) -> Surrogate:
-        """Returns the built-in loss that carries custom losses; raises `Unsupported` if there is none."""
-
-    def post(
-        self, requests: Sequence[ServerPass], *, forward_only: bool = False
-    ) -> Iterable[TinkerFuture[ForwardBackwardOutput]]:
-        """Sends passes, and returns the future of each when it is sent."""
-
-    def load(
-        self, name: str, path: str, token: str | None, after: Sequence[TinkerFuture[Any]]
-    ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into the model, when the futures in `after` are done."""
-
-
 class ProtocolSender:
     """Sends the requests of one model in the Tinker protocol.
 
@@ -172,6 +126,8 @@ class ProtocolSender:
         self.channel = channel
         self.losses = losses
         self.session = channel.session  # which exists, because the model does
+        # Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid.
+        self.prepare = partial(preparation.prepare, self.session, losses)
         self._model_id = model_id
         self._lock = threading.Lock()
         self._last_number = 0
@@ -201,24 +157,6 @@ class ProtocolSender:
     def check(self) -> None:
         """Raises if the client can no longer be used."""
         self.channel.check_usable()
-
-    def prepare(
-        self,
-        data: list[Datum],
-        loss_fn: Any,
-        config: Mapping[str, float | str] | None,
-        inputs: Mapping[str, Any] | None,
-        scale: float,
-    ) -> ServerPass:
-        """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-        session = self.session
-        request = preparation.prepare(session, self.losses, data, loss_fn, config, inputs, scale)
-        if request.whole and len(chunks_for(session, request.data)) > 1:
-            raise InvalidInput(
-                f"data: {len(request.data)} datums do not fit into one request, and {request.loss} is computed from "
-                "the whole batch at once. Send a smaller batch."
-            )
-        return request
 
     def surrogate(self) -> Surrogate:
         """Returns the built-in loss that carries custom losses; measured once on a server of an unknown kind."""
