@@ -56,7 +56,7 @@ class Dialect:
     """The dialect of a kind of server, and where it differs from the newest version of the protocol.
 
     Write one for a server that this library does not know, by changing the closest known dialect:
-    `dialects.known("json").but(name="mine", forward="zero_weights")`.
+    `dialect_named("json").but(name="mine", forward="zero_weights")`.
 
     Args:
         name: How logs and errors call it.

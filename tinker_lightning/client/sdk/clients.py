@@ -92,7 +92,14 @@ class OfficialTrainingClient(BaseTrainingClient):
         self._flush()
         return self._submit(
             "save_state",
-            partial(self._save, "save_state", name, ttl_seconds, overwrite=overwrite, user_metadata=user_metadata),
+            partial(
+                self._save,
+                "save_state",
+                name,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                user_metadata=user_metadata,
+            ),
             lambda r: SaveWeightsResponse(r.path),
         )
 
@@ -104,7 +111,7 @@ class OfficialTrainingClient(BaseTrainingClient):
         version = None if self.dialect.samples_old_weights else self._sender.live.version(self.model_id)
         future = self._submit(
             "save_weights_for_sampler",
-            partial(self._save, "save_weights_for_sampler", name, ttl_seconds, user_metadata=user_metadata),
+            partial(self._save, "save_weights_for_sampler", name, ttl_seconds=ttl_seconds, user_metadata=user_metadata),
             lambda r: SaveWeightsForSamplerResponse(path=r.path),
         )
         if version is not None:
@@ -228,14 +235,10 @@ class OfficialTrainingClient(BaseTrainingClient):
     def _rest(self) -> tinker.RestClient:
         return tinker.RestClient(self._inner.holder)
 
-    def _save(self, method: str, name: str, ttl_seconds: int | None, **optional: Any) -> Any:
+    def _save(self, method: str, name: str, **optional: Any) -> Any:
         """Calls a save with the arguments that have a value; versions of the SDK differ in the arguments they know."""
-        call = getattr(self.client, method)
-        given = {"ttl_seconds": ttl_seconds, **optional}
-        given = {each: value for each, value in given.items() if value}
-        if unknown := given.keys() - inspect.signature(call).parameters.keys():
-            raise Unsupported(f"{method} of this client has no {', '.join(sorted(unknown))}; leave it out")
-        return call(name, **given)
+        given = {each: value for each, value in optional.items() if value}
+        return convert.build(getattr(self.client, method), name, **given)
 
     def _submit(self, operation: str, send: Callable[[], Any], result: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a tracked future of the converted result."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types.params import OptimParams
 
 
-def build(kind: Any, **values: Any) -> Any:
+def build(kind: Any, *args: Any, **values: Any) -> Any:
     """Creates an object of the SDK, or calls a method, without optional arguments that its version does not know.
 
     Raises:
@@ -40,7 +40,7 @@ def build(kind: Any, **values: Any) -> Any:
         if unknown:
             raise Unsupported(f"{kind.__name__} of this client has no {', '.join(unknown)}; leave it out")
         values = {name: value for name, value in values.items() if name in known}
-    return kind(**values)
+    return kind(*args, **values)
 
 
 def settings(kind: Any, ours: OptimParams | SamplingParams) -> Any:
