@@ -248,7 +248,7 @@ def check_not_mapped(value: Any) -> None:
 def _tensor(name: str, value: TensorLike) -> TensorData:
     """Converts a loss input to a tensor with the dtype that the protocol requires for its name."""
     try:
-        tensor = TensorData.from_data(value)
+        tensor = value if isinstance(value, TensorData) else TensorData.from_data(value)
         if name in PER_TOKEN_FLOATS and tensor.dtype != "float32":
             return TensorData(
                 tensor.values, "float32", tensor.shape, tensor.sparse_crow_indices, tensor.sparse_col_indices
