@@ -66,7 +66,7 @@ def test_a_checkpoint_file_and_its_path_are_exported(
     assert printed.out == f"{tmp_path / 'a'}\n"
     assert "Pass its hub id: --base-model organization/model." in printed.err
     for folder, options, fix in [
-        ("a", [], "or pass --overwrite to replace the adapter in it."),
+        ("a", [], "or pass --overwrite to replace an adapter in it."),
         ("b", ["--merged", str(tmp_path / "a")], "or pass --overwrite to replace it."),
         ("", ["--overwrite"], "and --overwrite would delete what it contains."),
     ]:
