@@ -70,6 +70,7 @@ def branches(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Lo
 
 
 HELD = torch.ones(3)
+CALL = '{"prompt": "2 + 2?", "completion": [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]}'
 EQUAL = '{"prompt": "2 + 2?", "chosen": "4.", "rejected": "4."}'
 
 
@@ -185,6 +186,7 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R4.1", "a misspelled role", lambda s: rows(s, '{"messages": [{"role": "asistant", "content": "4."}]}')),
     ("R4.1", "a chat without an answer", lambda s: rows(s, '{"messages": [{"role": "user", "content": "2 + 2?"}]}')),
     ("R4.1", "a row with other columns", lambda s: rows(s, '{"question": "2 + 2?", "answer": "4."}')),
+    ("R5.13", "a tool call that the chat template does not render", lambda s: rows(s, CALL)),
     ("R4.1", "a row that is too long", lambda s: rows(s, max_length=8)),
     ("R4.3", "a pair whose answers are equal", lambda s: rows(s, EQUAL, kind=PreferenceData)),
     ("R4.3", "a batch that is half a pair", lambda s: DPO(s.client).datums(DATA[:1])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import re
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tests.helpers.chat_templates import HERMES, with_template
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import Datum, ModelInput, RemoteModule
 from tinker_lightning.data import ChatData, PreferenceData, PromptData
@@ -139,7 +142,7 @@ def test_a_file_may_be_one_json_array(indent: int | None, tokenizer: Any, file: 
     with pytest.raises(InvalidDatum, match=r"chats\.jsonl: row 12: a row to train on needs"):
         batches(ChatData(file, tokenizer=tokenizer))
     file.write_text(json.dumps(ROWS, indent=indent)[:-1])
-    with pytest.raises(InvalidDatum, match=r"chats\.jsonl:\d+: not JSON: .* or be one JSON array"):
+    with pytest.raises(InvalidDatum, match=r"chats\.jsonl: not JSON: .* or be one JSON array"):
         batches(ChatData(file, tokenizer=tokenizer))
 
 
@@ -230,8 +233,19 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "unknown role": ('{"messages": [{"role": "asistant", "content": "x"}]}', "did you mean 'assistant'"),
     "all masked": ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant message"),
     "an empty answer": ('{"prompt": "x", "completion": " "}', "the answer is empty, so the model would only learn"),
-    "columns": ('{"conversations": []}', "needs messages, prompt and completion, or text; this one has conversations"),
+    "columns": ('{"dialog": []}', "needs messages, .* or instruction and output; this one has dialog"),
     "not text": (b'{"text": "caf\xe9"}', "not text: 'utf-8' codec can't decode .* Save the file as UTF-8"),
+    "a huge number": ('{"text": ' + "9" * 5000 + "}", "not readable: Exceeds the limit"),
+    "deep": ("[" * 99999, "nested too deeply"),
+    "deep tools": (
+        '{"prompt": "x", "completion": "y", "tools": [{"name": "f", "parameters": '
+        + '{"a": ' * 600
+        + "1"
+        + "}" * 600
+        + "}]}",
+        "does not render tools|nested too deeply|RecursionError",
+    ),
+    "half a character": ('{"text": "\\ud83d"}', "half of a surrogate pair"),
     "a number": ("3", "messages must be a list of dicts with role and content, got int"),
 }
 
@@ -340,6 +354,70 @@ def test_another_tokenizer_converts_the_rows_again(tokenizer: Any) -> None:
     assert batches(template) == [[second]]
 
 
+def test_a_chat_template_of_a_file_takes_tools(tokenizer: Any, file: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+    row: Any = {"messages": [{"role": "user", "content": "When?"}, call], "tools": [{"name": "now", "parameters": {}}]}
+    file.write_text(json.dumps(row))
+    (tmp_path / "own.jinja").write_text(HERMES)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": tmp_path / "own.jinja"}
+    with pytest.raises(
+        InvalidDatum, match=r"chats\.jsonl:1: the chat template of this tokenizer does not render tool_calls"
+    ):
+        batches(ChatData(file, tokenizer=tokenizer))
+    expected = Datum.from_chat(row, with_template(tokenizer, HERMES))
+    assert batches(ChatData(file, **options)) == [[expected]]
+    (prompt,) = batches(ChatData(file, **options), "predict")[0]
+    assert expected.model_input.to_ints()[: prompt.length] == prompt.to_ints()
+    assert batches(PromptData(file, **options), "predict")[0][0]["prompt"] == prompt
+    pair = {"prompt": row["messages"][:1], "chosen": [call], "rejected": "No.", "tools": row["tools"]}
+    assert batches(PreferenceData([pair], **options))[0][0][0] == expected
+    (tmp_path / "own.jinja").write_text(HERMES.replace("message.tool_calls", "message.calls"))
+    with pytest.raises(InvalidDatum, match=r"the chat template of .*own\.jinja does not render tool_calls"):
+        batches(ChatData(file, **options))
+    with pytest.raises(InvalidInput, match=r"chat_template: cannot read the file nowhere\.jinja"):
+        ChatData(file, chat_template="nowhere.jinja")
+
+
+def test_the_report_names_the_formats(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    alpaca, text = {"instruction": "Hi", "output": "Hello."}, {"text": "Hello."}
+    sharegpt = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
+    for rows, formats in (
+        ([alpaca] * 4, "Alpaca"),
+        ([sharegpt, text, sharegpt], "texts, ShareGPT"),
+        (ROWS, "messages"),
+    ):
+        data = ChatData(rows, 0.3, tokenizer=tokenizer)
+        with caplog.at_level(logging.INFO, "tinker_lightning"):
+            data.setup("fit")
+        assert data.report["train"]["format"] == data.report["validation"]["format"] == formats
+        assert f"rows ({formats}) with" in caplog.text
+    asked = [{"instruction": "Hi", "input": "", "answer": 3}, sharegpt, {"prompt": "Hi"}]
+    prompts: Any = PromptData(asked, tokenizer=tokenizer)
+    (found,) = batches(prompts, "predict")
+    assert found[0]["prompt"] == found[1]["prompt"] == found[2]["prompt"]
+    assert found[0]["answer"] == 3
+    assert prompts.report["predict"]["format"] == "prompts, ShareGPT, Alpaca"
+
+
+def test_batches_have_similar_lengths(tokenizer: Any) -> None:
+    rows = ["x" * (1 + 37 * i % 101) for i in range(101)]
+    data = ChatData(rows, tokenizer=tokenizer, batch_size=4, group_by_length=True)
+    data.setup("fit")
+    torch.manual_seed(3)
+    first, second = batches(data), batches(data)
+    for epoch in (first, second):
+        assert [len(batch) for batch in epoch] == [4] * 25 + [1]
+        lengths = [[datum.model_input.length for datum in batch] for batch in epoch]
+        assert sorted(itertools.chain(*lengths)) == list(range(1, 102))
+        assert all(max(batch) - min(batch) == 3 for batch in lengths[:-1])
+    assert first != second
+    torch.manual_seed(3)
+    assert batches(data) == first
+    for options in ({"streaming": True}, {"shuffle": False}):
+        with pytest.raises(InvalidInput, match="group_by_length orders all rows"):
+            ChatData(rows, group_by_length=True, **options)  # type: ignore[arg-type]
+
+
 def test_pairs_and_prompts(tokenizer: Any) -> None:
     (pairs,) = batches(PreferenceData(PAIRS, tokenizer=tokenizer, shuffle=False))
     assert [len(pair) for pair in pairs] == [2] * len(PAIRS)
@@ -347,6 +425,12 @@ def test_pairs_and_prompts(tokenizer: Any) -> None:
         batches(PreferenceData([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": "b"}], tokenizer=tokenizer))
     with pytest.raises(InvalidDatum, match="row 0: chosen and rejected are equal"):
         batches(PreferenceData([("b", "b")], tokenizer=tokenizer))
+    chosen: Any = None
+    rejected: Any = None
+    for _ in range(100_000):
+        chosen, rejected = [chosen], [rejected]
+    with pytest.raises(InvalidDatum, match="row 0: it is nested too deeply"):
+        batches(PreferenceData([{"prompt": "a", "chosen": chosen, "rejected": rejected}], tokenizer=tokenizer))
     long = {"prompt": "a", "chosen": "x" * 90 + "y", "rejected": "x" * 90 + "z"}
     with pytest.raises(InvalidDatum, match="row 0: chosen and rejected are equal within max_length=60"):
         batches(PreferenceData([long], tokenizer=tokenizer, max_length=60, truncate="right"))
@@ -432,6 +516,7 @@ def test_predict_takes_rows_of_another_kind(tokenizer: Any) -> None:
     [
         pytest.param({}, id="in memory", marks=pytest.mark.soak),
         pytest.param({"streaming": True, "shuffle_buffer": 5}, id="streaming"),
+        pytest.param({"group_by_length": True}, id="by length"),
     ],
 )
 def test_a_run_resumes_at_the_batch_where_it_stopped(

@@ -63,8 +63,7 @@ def test_datums_takes_each_kind_of_row(module: RemoteModule) -> None:
     empty = dict.fromkeys(("messages", "prompt", "completion", "text"))
     mixed: list[Any] = [{**empty, **row} for row in ROWS if isinstance(row, dict)]
     assert [words(datum, module.tokenizer) for datum in module.datums(mixed)] == texts[2:]
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
-    module.datums([[CHAT[0], call], [*CHAT, CHAT[0], {"role": "assistant", "content": ""}]])  # not all are empty
+    module.datums([[*CHAT, CHAT[0], {"role": "assistant", "content": ""}]])  # not all are empty
     assert module.datums(CHAT) == module.datums([CHAT]) == module.datums({"messages": CHAT})
 
 
@@ -114,10 +113,10 @@ def test_a_batch_that_is_none_says_why(module: RemoteModule, batch: Any, text: s
 
 
 def test_rows_are_cut_and_counted(module: RemoteModule) -> None:
-    cut: list[int] = []
-    rows = RowFormat(module.tokenizer, max_length=10, truncate="left", on_truncated=lambda: cut.append(1))
+    counted: list[str] = []
+    rows = RowFormat(module.tokenizer, max_length=10, truncate="left", count=counted.append)
     assert rows.datum(CHAT).model_input.length == 9
-    assert len(cut) == 1
+    assert counted == ["truncated", "messages"]
     with pytest.raises(TooLong, match="max_length is 10"):
         RowFormat(module.tokenizer, max_length=10).datum(CHAT)
     with pytest.raises(InvalidDatum, match="none of its tokens has a weight within max_length=10"):

@@ -6,20 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.chat_templates import PLAIN, TEMPLATE, tokenizer, trained
 from tinker_lightning import Datum
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
 from tinker_lightning.types import chat
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|s|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|e|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content + '<|e|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
-)
-PLAIN = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 REWRITES = PLAIN.replace("m.content", "(m.content if loop.last else 'short')")
 CHAT = [
     {"role": "user", "content": "How are you?"},
@@ -27,22 +19,6 @@ CHAT = [
     {"role": "user", "content": "Good.\n"},
     {"role": "assistant", "content": "Bye."},
 ]
-
-
-def tokenizer(template: str | None = PLAIN, end: str | None = "<|e|>") -> Any:
-    """Bytes, and one token for two line breaks, which crosses the start of an answer that begins with one."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate([*alphabet, "ĊĊ"])}
-    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(["<|s|>", "<|e|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end, chat_template=template)
-
-
-def trained(ids: list[int], weights: Any, by: Any) -> str:
-    text: str = by.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
-    return text
 
 
 @pytest.mark.parametrize("template", [PLAIN, TEMPLATE], ids=["by prefixes", "by marks"])

@@ -21,11 +21,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tinker_lightning.data.sources import ConvertedRows, Converter, Counts, RowStream, check_source, iterate_rows
+from tinker_lightning.data.sources import (
+    ConvertedRows,
+    Converter,
+    Counts,
+    RowStream,
+    check_source,
+    count_tokens,
+    iterate_rows,
+)
 from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.rows.batches import SimilarLengths
 from tinker_lightning.rows.formats import PromptFormat, RowFormat
 from tinker_lightning.types import Datum, collate
+from tinker_lightning.types.template import read_template
 
 logger = logging.getLogger("tinker_lightning")
 
@@ -49,12 +59,13 @@ class RowData(pl.LightningDataModule):
         bad_rows: The treatment of rows that cannot be converted or have an empty answer: `error` raises with file and
             line, `skip` leaves them out and counts them.
         shuffle: Whether to shuffle the training rows in each epoch.
+        group_by_length: Whether the training rows of a batch have similar lengths; needs `shuffle`.
         streaming: Whether to read and convert rows during training, for files that are larger than memory.
         shuffle_buffer: The number of rows to shuffle among while streaming.
         num_workers: The number of processes that convert rows.
         seed: The seed of the choice of held-out rows.
         tokenizer: A Hugging Face tokenizer, in place of the one that the module's server names.
-        chat_template: A chat template, in place of the tokenizer's own.
+        chat_template: A file with a chat template, or a template, in place of the tokenizer's own.
         renderer: The name of a renderer of `tinker_cookbook`, or a renderer, in place of the chat template.
         system: A system message for chats that have none.
         as_text: Whether strings under `prompt`, `completion`, `chosen` and `rejected` are plain text. By default they
@@ -74,12 +85,13 @@ class RowData(pl.LightningDataModule):
         truncate: Literal["error", "left", "right", "drop"] = "error",
         bad_rows: Literal["error", "skip"] = "error",
         shuffle: bool = True,
+        group_by_length: bool = False,
         streaming: bool = False,
         shuffle_buffer: int = 1000,
         num_workers: int = 0,
         seed: int = 0,
         tokenizer: Any = None,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         renderer: Any = None,
         system: str | None = None,
         as_text: bool = False,
@@ -91,9 +103,11 @@ class RowData(pl.LightningDataModule):
             raise InvalidInput(f"batch_size must be at least 1, got {batch_size}")
         if max_length is not None and max_length < 2:
             raise InvalidInput(f"max_length must be at least 2, got {max_length}")
+        if group_by_length and (streaming or not shuffle):
+            raise InvalidInput("group_by_length orders all rows in each epoch: pass shuffle=True and streaming=False")
         self.batch_size = batch_size
-        self.report: dict[str, dict[str, int]] = {}
-        """The numbers of rows of each part that were kept, truncated, dropped and skipped in one pass."""
+        self.report: dict[str, dict[str, Any]] = {}
+        """The format of the rows of each part, and how many were kept, truncated, dropped and skipped in one pass."""
         self._share = validation if isinstance(validation, float) else None
         if self._share is not None and not 0 < self._share < 1:
             raise InvalidInput(f"validation must be a file, a dataset, or a share between 0 and 1, got {validation}")
@@ -111,12 +125,13 @@ class RowData(pl.LightningDataModule):
         self._truncate = truncate
         self._bad_rows = bad_rows
         self._shuffle = shuffle
+        self._group_by_length = group_by_length
         self._streaming = streaming
         self._buffer_size = shuffle_buffer
         self._num_workers = num_workers
         self._seed = seed
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._chat_template = None if chat_template is None else read_template(chat_template)
         self._renderer = renderer
         self._format = {"system": system, "as_text": as_text}
         self._used: tuple[Any, int | None] = None, None
@@ -232,8 +247,8 @@ class RowData(pl.LightningDataModule):
             self._datasets["validation"] = [items[i] for i in sorted(order[:held_out])]
             self._held_out = [kept[i] for i in sorted(order[:held_out])]
             items = [items[i] for i in sorted(order[held_out:])]
-            self._counts["validation"] = Counts().split(self._datasets["validation"])
-            self._counts[part] = counts.split(items)
+            self._counts["validation"] = counts.split(self._datasets["validation"], left_out=False)
+            self._counts[part] = counts.split(items, left_out=True)
             self._log("validation")
         self._datasets[part] = items
         self._log(part)
@@ -273,6 +288,9 @@ class RowData(pl.LightningDataModule):
         dataset = self._datasets[part]
         if isinstance(dataset, RowStream):
             return DataLoader(dataset, batch_size=self.batch_size, collate_fn=collate, num_workers=self._num_workers)
+        if shuffle and self._group_by_length:
+            sampler = SimilarLengths([count_tokens(item) for item in dataset], self.batch_size)
+            return DataLoader(dataset, batch_size=self.batch_size, sampler=sampler, collate_fn=collate)
         return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, collate_fn=collate)
 
     def _tokenizer_and_length(self) -> tuple[Any, int | None]:
@@ -294,7 +312,7 @@ class RowData(pl.LightningDataModule):
         tokenizer, length = self._used
         if self._chat_template is not None:
             tokenizer = copy.copy(tokenizer)
-            tokenizer.chat_template = self._chat_template
+            tokenizer.name_or_path, tokenizer.chat_template = self._chat_template
         renderer = self._renderer
         if isinstance(renderer, str):
             renderer = _cookbook_renderer(renderer, tokenizer)
@@ -304,7 +322,7 @@ class RowData(pl.LightningDataModule):
             self._truncate if self._truncate != "drop" else "error",
             only_last=self._only_last,
             renderer=renderer,
-            on_truncated=functools.partial(counts.add, "truncated"),
+            count=counts.add,
             **self._format,  # type: ignore[arg-type]
         )
 
@@ -312,8 +330,10 @@ class RowData(pl.LightningDataModule):
 class ChatData(RowData):
     """Chats, prompts with completions, or texts: batches are lists of datums.
 
-    A row is a dict with `messages`, with `prompt` and `completion`, or with `text`; or a list of messages, or a string,
-    which is a text. Weights are 1 on the assistant's messages and their ends, on the completion, or on the whole text.
+    A row is a dict with `messages`, with `prompt` and `completion`, or with `text`; a row of ShareGPT (`conversations`)
+    or Alpaca (`instruction`, `input`, `output`); a list of messages; or a string, which is a text. Weights are 1 on the
+    assistant's messages and their ends, on the completion, or on the whole text. A message with `weight` 0 or `train`
+    False is not trained.
 
     Args:
         *args: See `RowData`.

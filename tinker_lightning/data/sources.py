@@ -15,12 +15,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+from tinker_lightning.rows.columns import FORMATS
 from tinker_lightning.rows.formats import is_chat
 from tinker_lightning.types import Datum, ModelInput
+from tinker_lightning.types.chat import parse_json
 
 logger = logging.getLogger("tinker_lightning")
 
-_NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped")
+_NAMES = ("rows", "tokens", "trained_tokens", "truncated", "dropped", "skipped", *FORMATS)
 # Endings of files that are not JSON Lines, and the builder of the package `datasets` that reads them.
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
 _BUILDERS |= dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "json")
@@ -92,6 +94,15 @@ def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
         )
 
 
+def count_tokens(item: Any) -> int:
+    """Returns the number of tokens of an item of a dataset: a datum, a pair, or a dict with a prompt."""
+    return sum(
+        part.model_input.length + 1 if isinstance(part, Datum) else part.length
+        for part in _parts(item)
+        if isinstance(part, Datum | ModelInput)
+    )
+
+
 class Counts:
     """Counts rows and tokens of a dataset in one pass over it, also in the worker processes of a loader.
 
@@ -117,23 +128,21 @@ class Counts:
     def add_item(self, item: Any) -> None:
         """Counts the tokens of a row that is kept."""
         self.add("rows")
-        for part in item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else (item,):
+        self.add("tokens", count_tokens(item))
+        for part in _parts(item):
             if isinstance(part, Datum):
-                self.add("tokens", part.model_input.length + 1)
                 weights = part.loss_fn_inputs.get("weights")
                 trained = part.model_input.length if weights is None else int((weights.to_numpy() != 0).sum())
                 self.add("trained_tokens", trained)
-            elif isinstance(part, ModelInput):
-                self.add("tokens", part.length)
 
-    def split(self, items: Iterable[Any]) -> Counts:
-        """Returns the counts of some of the rows that were kept, with the rows that this pass has left out."""
+    def split(self, items: Iterable[Any], *, left_out: bool) -> Counts:
+        """Returns the counts of some of the rows that were kept, if asked with the rows that this pass has left out."""
         part = Counts()
         for item in items:
             part.add_item(item)
-        for name, number in self.as_dict().items():
-            if name in ("truncated", "dropped", "skipped"):
-                part.add(name, number)
+        counts = dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
+        for name in (*FORMATS, *(("truncated", "dropped", "skipped") if left_out else ())):
+            part.add(name, counts[name])
         return part
 
     @property
@@ -142,14 +151,16 @@ class Counts:
         counts = self.as_dict()
         return bool(counts["dropped"] or counts["skipped"])
 
-    def as_dict(self) -> dict[str, int]:
-        """Returns the counts by name."""
-        return dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts by name, and the names of the formats of the rows as `format`."""
+        counts = dict(zip(_NAMES, self._numbers.amax(0).sum(0).tolist(), strict=True))
+        return {"format": ", ".join(name for name in FORMATS if counts.pop(name)), **counts}
 
     def describe(self) -> str:
         """Returns the counts as text."""
         counts = self.as_dict()
-        text = f"{counts['rows']} rows with {counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
+        kind = counts["format"] and f" ({counts['format']})"
+        text = f"{counts['rows']} rows{kind} with {counts['tokens']} tokens, {counts['trained_tokens']} of them trained"
         left = {
             "truncated": "truncated",
             "dropped": "dropped because they are too long",
@@ -177,7 +188,10 @@ class Converter:
     def __call__(self, where: str, row: Any) -> Any:
         """Converts a row; errors name its origin."""
         try:
-            item = self._convert(_parse(row) if isinstance(row, EncodedRow) else row)
+            try:
+                item = self._convert(_parse(row) if isinstance(row, EncodedRow) else row)
+            except RecursionError as error:
+                raise InvalidDatum("it is nested too deeply") from error
         except InvalidDatum as error:
             is_long = isinstance(error, TooLong)
             if not (self._drop_long if is_long else self._skip_bad):
@@ -234,6 +248,10 @@ class RowStream(IterableDataset[Any]):
         yield from _shuffle((item for item in converted if item is not None), self._buffer_size)
 
 
+def _parts(item: Any) -> Iterable[Any]:
+    return item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else (item,)
+
+
 def _process() -> int:
     """Returns 0 in the main process, and the number of a worker process of a loader, from 1."""
     info = get_worker_info()
@@ -249,7 +267,7 @@ def _detect_array(source: str | os.PathLike[str]) -> tuple[bool, list[Any] | Non
             return False, None
         try:
             value = json.loads(first)
-        except ValueError:  # an array over several lines, or a row that is damaged
+        except (ValueError, RecursionError):  # an array over several lines, or a row that is damaged
             return not _has_rows(lines), None
         is_one = not is_chat(value) and next(lines, None) is None
         return is_one, value if is_one else None
@@ -260,23 +278,16 @@ def _has_rows(lines: Iterator[bytes]) -> bool:
     for line, following in itertools.pairwise(itertools.chain(lines, [b""])):
         is_whole = line.startswith((b"{", b"[")) and line.rstrip().endswith((b"}", b"]"))
         if is_whole and not following.lstrip().startswith(b"]"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 json.loads(line)
                 return True
     return False
 
 
 def _read_array(source: str | os.PathLike[str]) -> list[Any]:
-    try:
-        with open(source, "rb") as file:
-            return list(json.load(file))
-    except json.JSONDecodeError as error:
-        raise InvalidDatum(
-            f"{os.fspath(source)}:{error.lineno}: not JSON: {error.msg} at column {error.colno}. The file must have "
-            "one JSON object per line, or be one JSON array."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidDatum(f"{os.fspath(source)}: not text: {error}. Save the file as UTF-8.") from error
+    with open(source, "rb") as file:
+        fix = ". The file must have one JSON object per line, or be one JSON array."
+        return list(parse_json(file.read(), f"{os.fspath(source)}: ", fix))
 
 
 def _splits_itself(source: Any) -> bool:
@@ -297,11 +308,5 @@ def _shuffle(items: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def _parse(line: EncodedRow) -> Any:
-    try:
-        return json.loads(line.rstrip())  # or an early end would be reported on the line after it
-    except json.JSONDecodeError as error:
-        raise InvalidDatum(
-            f"not JSON: {error.msg} at column {error.colno}. A JSON Lines file has one JSON object per line."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidDatum(f"not text: {error}. Save the file as UTF-8.") from error
+    # Without its end, or an early end of the row would be reported on the line after it.
+    return parse_json(line.rstrip(), fix=". A JSON Lines file has one JSON object per line.")

@@ -1,13 +1,16 @@
-"""Converts the batches of a loader to datums and prompts."""
+"""Batches of a loader: rows of similar lengths, and their conversion to datums and prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 from torch.utils.data._utils.collate import default_collate_fn_map
+from typing_extensions import override
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.rows.formats import COLUMNS, DatumLike, PromptLike, is_row
@@ -19,6 +22,34 @@ if TYPE_CHECKING:
     from tinker_lightning.rows.formats import RowFormat
 
 T = TypeVar("T")
+_POOL = 50  # batches, among which rows are sorted by length
+
+
+class SimilarLengths(Sampler[int]):
+    """The order of an epoch in which the rows of a batch have similar lengths.
+
+    Rows are shuffled with torch's generator and sorted by length in pools of 50 batches, whose batches are shuffled.
+    Each epoch has other batches; a short batch is the last one.
+
+    Args:
+        lengths: The length of each row.
+        batch_size: The number of rows in a batch.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        self._lengths = torch.tensor(lengths)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        pools = torch.randperm(len(self)).split(_POOL * self._batch_size)
+        batches = torch.cat([pool[self._lengths[pool].argsort(stable=True)] for pool in pools]).split(self._batch_size)
+        full = len(self) // self._batch_size
+        order = [batches[i] for i in torch.randperm(full).tolist()]
+        yield from torch.cat([*order, *batches[full:]]).tolist()
 
 
 def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
@@ -68,7 +99,7 @@ def _is_column(value: Any) -> bool:
     if not isinstance(value, list | tuple) or not value:
         return False
     if isinstance(value[0], Mapping):  # messages, each with the roles of all rows
-        return isinstance(value[0].get("role"), list | tuple)
+        return isinstance(value[0].get("role", value[0].get("from")), list | tuple)
     return isinstance(value[0], str | list | tuple)
 
 

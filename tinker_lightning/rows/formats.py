@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidDatum, TooLong
+from tinker_lightning.rows.columns import standard_columns
 from tinker_lightning.types import Datum, ModelInput, chat
 from tinker_lightning.types.chat import Truncate
 from tinker_lightning.types.datum import check_not_mapped, to_datum
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tinker_lightning.types.chat import Message, TokensAndWeights
 
 # The columns by which a dict is recognized as a row.
-COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected")
+COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction")
 
 
 @runtime_checkable
@@ -64,7 +65,7 @@ class RowFormat:
             are messages of the user and the assistant.
         only_last: Whether to train on the last assistant message of a chat only.
         renderer: A renderer of `tinker_cookbook`, in place of the tokenizer's chat template.
-        on_truncated: Called for each row that is cut.
+        count: Called with the format of each row, and with `truncated` for each row that is cut.
     """
 
     tokenizer: Any
@@ -74,33 +75,35 @@ class RowFormat:
     as_text: bool = False
     only_last: bool = False
     renderer: Any = None
-    on_truncated: Callable[[], None] = lambda: None
+    count: Callable[[str], None] = lambda _: None
 
     def datum(self, row: Any) -> Datum:
-        """Returns the datum of a text, a chat, or a dict with `messages`, `prompt` and `completion`, or `text`."""
+        """Returns the datum of a text, a chat, or a dict: see `ChatData` for its columns."""
         if isinstance(row, DatumLike):
+            self.count("datums")
             return self._check_datum(to_datum(row))
         check_not_mapped(row)
         if isinstance(row, str):
-            return self._text_datum(row)
-        if isinstance(row, Mapping):
-            # A dataset of rows of several kinds has every column in each row, as None where it is missing.
-            row = {name: value for name, value in row.items() if value is not None}
-            if "messages" in row:
-                self._check_answers(row["messages"])
-                return self._chat_datum(row["messages"], 0, row.get("tools"))
-            if "prompt" in row and "completion" in row:
-                self._check_answers(_messages(row["completion"], "assistant"))
-                return self._answer_datum(row["prompt"], row["completion"], row.get("tools"))
-            if isinstance(row.get("text"), str):
-                return self._text_datum(row["text"])
+            row = {"text": row}
+        name, row = standard_columns(row if isinstance(row, Mapping) else {"messages": row})
+        if "functions" in row and "messages" in row:
+            raise InvalidDatum("the row has functions, OpenAI's former tools. Write tools in place of it")
+        if "messages" in row:
+            self._check_answers(row["messages"])
+            datum = self._chat_datum(row["messages"], 0, row.get("tools"))
+        elif "prompt" in row and "completion" in row:
+            self._check_answers(_messages(row["completion"], "assistant"))
+            datum = self._answer_datum(row["prompt"], row["completion"], row.get("tools"))
+        elif isinstance(row.get("text"), str):
+            datum = self._text_datum(row["text"])
+        else:
             raise InvalidDatum(
-                "a row to train on needs messages, prompt and completion, or text; this one has "
-                f"{', '.join(map(str, row)) or 'no columns'}"
+                "a row to train on needs messages, prompt and completion, text, conversations, or instruction and "
+                f"output; this one has {', '.join(map(str, row)) or 'no columns'}"
                 + (". Pairs of answers are for DPO." if "chosen" in row else "")
             )
-        self._check_answers(row)
-        return self._chat_datum(row, 0, None)
+        self.count(name)
+        return datum
 
     def pair(self, row: Any) -> tuple[Datum, Datum]:
         """Returns the chosen and the rejected datum of a dict with `chosen`, `rejected` and usually `prompt`.
@@ -111,43 +114,53 @@ class RowFormat:
             if isinstance(row, list | tuple) and len(row) == 2:
                 return self._check_pair(self.datum(row[0]), self.datum(row[1]))
             raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
+        name, row = standard_columns(row)
         if missing := [name for name in ("chosen", "rejected") if name not in row]:
             raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
         prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
         if answers[0] == answers[1]:
             raise InvalidDatum("chosen and rejected are equal, so there is no preference to learn")
-        if prompt is None:
-            if isinstance(answers[0], str) or isinstance(answers[1], str):
-                raise InvalidDatum("the pair has no 'prompt'; only pairs of whole chats can do without")
+        if prompt is None and any(isinstance(answer, str) for answer in answers):
+            raise InvalidDatum("the pair has no 'prompt'; only pairs of whole chats can do without")
+        if not any(isinstance(answer, str) for answer in answers):
             chosen, rejected = (chat.check_messages(answer) for answer in answers)
-            same = [a == b for a, b in zip(chosen, rejected, strict=False)]
-            shared = same.index(False) if False in same else len(same)
-            prompt, answers = chosen[:shared], [chosen[shared:], rejected[shared:]]
+            # Whole chats may come with a prompt as a string, which is their first message.
+            if prompt is None or (isinstance(prompt, str) and chosen and chosen[0]["role"] != "assistant"):
+                same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+                shared = same.index(False) if False in same else len(same)
+                prompt, answers = chosen[:shared], [chosen[shared:], rejected[shared:]]
         chosen_datum, rejected_datum = (self._answer_datum(prompt, answer, row.get("tools")) for answer in answers)
-        return self._check_pair(chosen_datum, rejected_datum)
+        pair = self._check_pair(chosen_datum, rejected_datum)
+        self.count(name)
+        return pair
 
     def prompt(self, row: Any) -> ModelInput:
-        """Returns the prompt of a text, a chat, or a dict with `prompt` or `messages`.
+        """Returns the prompt of a text, a chat, or a dict with `prompt`, or with messages in any format.
 
         A trailing assistant message is dropped.
         """
         if isinstance(row, PromptLike):
             return to_model_input(row)
-        tools, value = None, row
-        if isinstance(row, Mapping):
-            value = row.get("prompt")
-            tools, value = row.get("tools"), row.get("messages") if value is None else value
-            if value is None:
-                raise InvalidDatum(f"the row has no 'prompt'; it has {', '.join(map(str, row)) or 'no columns'}")
-            if isinstance(value, str) and not self.as_text:
-                value = [{"role": "user", "content": value}]
-        if isinstance(value, PromptLike):
-            return to_model_input(value)
+        if not isinstance(row, Mapping):
+            return self._prompt(row, None)
+        name, columns = standard_columns(row)
+        value = columns.get("prompt", columns.get("messages"))
+        if value is None:
+            raise InvalidDatum(f"the row has no 'prompt'; it has {', '.join(map(str, row)) or 'no columns'}")
+        if isinstance(value, str) and not self.as_text:
+            value = [{"role": "user", "content": value}]
+        prompt = to_model_input(value) if isinstance(value, PromptLike) else self._prompt(value, columns.get("tools"))
+        self.count(name)
+        return prompt
+
+    def _prompt(self, value: Any, tools: Any) -> ModelInput:
+        """Returns the prompt of a text or a chat."""
         if isinstance(value, str):
-            ids: list[int] = self.tokenizer(value)["input_ids"]
+            ids = chat.encode(self.tokenizer, value)
         else:
             messages = self._with_system(chat.messages_to_answer(value))
             if self.renderer is not None:
+                _check_renderer(messages, tools)
                 ids = self.renderer.build_generation_prompt(messages).to_ints()
             else:
                 ids = chat.generation_prompt(messages, self.tokenizer, tools=tools)
@@ -155,9 +168,9 @@ class RowFormat:
 
     def _check_answers(self, messages: Any) -> None:
         """Raises `InvalidDatum` if the answers to train on have no content, so that only their ends would count."""
-        answers = [each for each in chat.check_messages(messages) if each["role"] == "assistant"]
+        answers = [each for each in chat.check_messages(messages) if chat.is_trained(each)]
         trained = answers[-1:] if self.only_last else answers
-        if trained and not any(each.get("tool_calls") or _has_text(each.get("content")) for each in trained):
+        if trained and not any(each.get("tool_calls") or each["content"].strip() for each in trained):
             raise InvalidDatum(
                 "the answer is empty, so the model would only learn to end at once. Leave the row out, or pass "
                 "bad_rows='skip' to a data module to skip and count such rows"
@@ -177,8 +190,8 @@ class RowFormat:
 
     def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Datum:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
-            before: list[int] = self.tokenizer(prompt)["input_ids"]
-            after = self._with_end(self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+            before = chat.encode(self.tokenizer, prompt)
+            after = self._with_end(chat.encode(self.tokenizer, answer, add_special_tokens=False))
             return self._token_datum([*before, *after], np.repeat([0, 1], [len(before), len(after)]).astype(np.float32))
         messages = _messages(prompt, "user")
         return self._chat_datum([*messages, *_messages(answer, "assistant")], len(messages), tools)
@@ -192,6 +205,7 @@ class RowFormat:
         first += len(messages) - len(checked)
         if self.renderer is None:
             return chat.render(messages, self.tokenizer, first=first, only_last=self.only_last, tools=tools)
+        _check_renderer(messages, tools)
         what = "last_assistant_message" if self.only_last else "all_assistant_messages"
         tokens, weights = self.renderer.build_supervised_example(messages, train_on_what=what)
         weights = torch.as_tensor(weights, dtype=torch.float32).numpy().copy()
@@ -205,7 +219,7 @@ class RowFormat:
         return [{"role": "system", "content": self.system}, *messages]
 
     def _text_datum(self, text: str) -> Datum:
-        ids = self._with_end(self.tokenizer(text)["input_ids"])
+        ids = self._with_end(chat.encode(self.tokenizer, text))
         return self._token_datum(ids, np.ones(len(ids), np.float32))
 
     def _with_end(self, ids: list[int]) -> list[int]:
@@ -228,7 +242,7 @@ class RowFormat:
             )
         short = chat.shorten(ids, weights, self.max_length, self.truncate)
         if len(short[0]) < len(ids):
-            self.on_truncated()
+            self.count("truncated")
         return short
 
     def _check_datum(self, datum: Datum) -> Datum:
@@ -261,17 +275,17 @@ class PromptFormat(RowFormat):
     @override
     def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Any:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
-            return self.prompt(prompt)
+            return self._prompt(prompt, None)
         return RowFormat._answer_datum(self, prompt, answer, tools)
 
     @override
     def _chat_datum(self, messages: Any, first: int, tools: Any) -> Any:
         del first  # only the last answer is left out
-        return self.prompt({"messages": messages, "tools": tools})
+        return self._prompt(messages, tools)
 
     @override
     def _text_datum(self, text: str) -> Any:
-        return self.prompt(text)
+        return self._prompt(text, None)
 
     @override
     def _check_datum(self, datum: Datum) -> Any:
@@ -289,9 +303,11 @@ def _no_weight(within: str = "", *, cut_right: bool = False) -> InvalidDatum:
     return InvalidDatum(f"none of its tokens has a weight{within}, so there is nothing to train on{fix * cut_right}")
 
 
+def _check_renderer(messages: list[Message], tools: Any) -> None:
+    answers = [each for each in messages if each["role"] == "assistant"]
+    if tools or any(each.get("tool_calls") or not chat.is_trained(each) for each in answers):
+        raise InvalidDatum("a renderer takes no tools, tool_calls, weight and train. Use a chat template for such rows")
+
+
 def _messages(value: Any, role: str) -> list[Message]:
     return [{"role": role, "content": value}] if isinstance(value, str) else chat.check_messages(value)
-
-
-def _has_text(content: Any) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)

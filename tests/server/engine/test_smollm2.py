@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.helpers.chat_templates import SMOLLM2
 from tests.helpers.sampling import sample
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
@@ -41,6 +42,10 @@ def ask(base: CausalLM, question: str, **params: Any) -> str:
     response = sample(base, None, prompt, settings)
     answer: str = base.tokenizer.decode(response.sequences[0].tokens)
     return answer
+
+
+def test_the_data_tests_bring_its_template(smollm2: CausalLM) -> None:
+    assert smollm2.tokenizer.chat_template == SMOLLM2
 
 
 def test_it_knows_the_capital_of_france(smollm2: CausalLM) -> None:
