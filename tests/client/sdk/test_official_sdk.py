@@ -96,7 +96,7 @@ def steps(client: tinker.TrainingClient, count: int) -> None:
 
 
 def test_the_server_says_what_it_has(service: tinker.ServiceClient) -> None:  # R5.5
-    (model,) = service.get_server_capabilities().supported_models
+    model, _ = service.get_server_capabilities().supported_models  # by its name and by its folder
     assert (model.model_name, model.max_context_length, model.trainable) == ("tiny", 2048, True)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import tarfile
 import time
@@ -23,8 +22,9 @@ from starlette.routing import Route
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import SIGNED, answer
+from tinker_lightning.server.http import SIGNED, answer, sdk_release
 from tinker_lightning.server.trainer.checkpoint_store import ADAPTER_FILES, CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.operations import OPTIMIZER_CONFIG
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 T = TypeVar("T")
-
-_SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
 
 # The checkpoint types of the protocol.
 _TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
@@ -66,6 +64,7 @@ async def weights_info(request: Request) -> Response:
             train_unembed=lora.train_unembed,
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
+            optimizer_config=OPTIMIZER_CONFIG,
         )
     )
 
@@ -135,8 +134,7 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
 
 def _supported(request: Request, summaries: list[CheckpointSummary]) -> list[CheckpointSummary]:
     """Leaves out external checkpoints for releases of the official SDK that reject a listing with one, before 0.28."""
-    release = _SDK.match(request.headers.get("user-agent", ""))
-    if release is None or (int(release[1]), int(release[2])) >= (0, 28):
+    if sdk_release(request, default=(0, 28)) >= (0, 28):
         return summaries
     return [summary for summary in summaries if summary.path.kind != "external_weights"]
 
