@@ -23,7 +23,7 @@ from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import SIGNED, answer, sdk_release
-from tinker_lightning.server.trainer.checkpoint_store import ADAPTER_FILES, CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointSummary, TinkerPath
 from tinker_lightning.server.trainer.operations import OPTIMIZER_CONFIG
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -173,9 +173,9 @@ async def external_weights_urls(request: Request) -> Response:
     path = path_of(request)
     if path.kind != "external_weights":
         raise InvalidInput(f"path: {path} cannot be downloaded file by file; save it with save_weights_external")
-    await run_in_threadpool(trainer_of(request).store.summary, path)
+    summary = await run_in_threadpool(trainer_of(request).store.summary, path)
     expires = _signer(request).expiry()
-    urls = {name: _signed_url(request, path, name, expires) for name in ADAPTER_FILES}
+    urls = {name: _signed_url(request, path, name, expires) for name in summary.adapter_files}
     return answer(rs.ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC).isoformat()))
 
 
@@ -193,8 +193,10 @@ async def download(request: Request) -> Response:
     if not _signer(request).is_valid(name, query.get("expires", ""), query.get("signature", "")):
         raise HTTPException(403, "this URL is invalid or has expired; request a new one")
     path, file = name.rsplit("/", 1)
-    files = await run_in_threadpool(trainer_of(request).store.open_adapter, TinkerPath.parse(f"tinker://{path}"))
-    return _Download(files, _tar(files) if file == _ARCHIVE else [files[file]])
+    only = None if file == _ARCHIVE else file
+    store = trainer_of(request).store
+    files = await run_in_threadpool(store.open_adapter, TinkerPath.parse(f"tinker://{path}"), only)
+    return _Download(files, _tar(files) if only is None else list(files.values()))
 
 
 class _Download(StreamingResponse):

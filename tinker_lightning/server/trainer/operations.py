@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.interface import ModelCatalog
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, Encryption, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.passes import RetainedForwards
@@ -209,13 +209,13 @@ class Training:
         return self._jobs.submit(request, "save_weights_for_sampler", run)
 
     def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
-        """Saves weights for download under a name."""
-        if request.age_encryption_recipients:
-            raise InvalidInput("age_encryption_recipients is not supported, because weights are not encrypted; omit it")
+        """Saves weights for download under a name, encrypted if the request names recipients."""
+        recipients = request.age_encryption_recipients
+        encryption = None if recipients is None else Encryption(recipients)
         path = TinkerPath(request.model_id, "external_weights", request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:
-            saved = self._save(path, base, adapter, request, None)
+            saved = self._save(path, base, adapter, request, None, encryption)
             return rs.SaveWeightsExternalResponse(str(path), saved.size_bytes)
 
         return self._jobs.submit(request, "save_weights_external", run)
@@ -264,6 +264,7 @@ class Training:
         adapter: Adapter,
         request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest | rq.SaveWeightsExternalRequest,
         training_state: Mapping[str, Tensor] | None,
+        encryption: Encryption | None = None,
     ) -> CheckpointSummary:
         return self._store.save(
             path,
@@ -276,4 +277,5 @@ class Training:
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
+            encryption=encryption,
         )
