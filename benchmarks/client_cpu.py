@@ -97,7 +97,9 @@ def sdk(url: str, official_datums: bool, repetitions: int) -> dict[str, float]:
 
     assert official_datums
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
-        return _measure(service.create_lora_training_client(base_model="tiny", rank=4), _sdk_datums(), repetitions)
+        return _measure(
+            service.create_lora_training_client(base_model="tiny", rank=4).result(), _sdk_datums(), repetitions
+        )
 
 
 def _measure(client: Any, data: list[Any], repetitions: int) -> dict[str, float]:

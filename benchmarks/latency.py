@@ -66,7 +66,7 @@ def sdk_simple(url: str, n: int, steps: int) -> list[float]:
     data = [_sdk_datum()]
     times = []
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
-        client = service.create_lora_training_client(base_model="tiny", rank=4)
+        client = service.create_lora_training_client(base_model="tiny", rank=4).result()
         for _ in range(WARM_UP + steps):
             start = time.perf_counter()
             for _ in range(n):
@@ -85,15 +85,15 @@ def sdk_best(url: str, n: int, steps: int) -> list[float]:
         before: list[Any] = []
         for _ in range(WARM_UP + steps):
             start = time.perf_counter()
-            futures = await asyncio.gather(*(client.forward_backward_custom_async(data, loss_fn) for _ in range(n)))
-            step = await client.optim_step_async(tinker.AdamParams(learning_rate=1e-4))
+            futures = [client.forward_backward_custom(data, loss_fn) for _ in range(n)]
+            step = client.optim_step(tinker.AdamParams(learning_rate=1e-4))
             for future in before:
                 await future
             before = [*futures, step]
             times.append(time.perf_counter() - start)
 
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
-        asyncio.run(train(service.create_lora_training_client(base_model="tiny", rank=4)))
+        asyncio.run(train(service.create_lora_training_client(base_model="tiny", rank=4).result()))
     return times[WARM_UP:]
 
 
@@ -114,7 +114,7 @@ def sdk_start(url: str, _: int, repetitions: int) -> list[float]:
     for _ in range(repetitions):
         start = time.perf_counter()
         with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
-            service.create_lora_training_client(base_model="tiny", rank=4)
+            service.create_lora_training_client(base_model="tiny", rank=4).result()
             times.append(time.perf_counter() - start)
     return times
 

@@ -37,7 +37,7 @@ class Focal(RemoteModule):
 def main(model: str = "tiny") -> dict[str, float]:
     """Returns the metrics of the last step."""
     service = tinker.ServiceClient(api_key=os.environ.get("TINKER_API_KEY", "tml-local"))
-    client = service.create_lora_training_client(base_model=model, rank=16)
+    client = service.create_lora_training_client(base_model=model, rank=16).result()
     tokenizer = client.get_tokenizer()
     data: Any = []
     for text in TEXTS:

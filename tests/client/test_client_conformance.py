@@ -222,7 +222,13 @@ def test_a_model_says_what_it_is_and_leads_to_its_tokenizer(backend: Backend) ->
     info = model.get_info()
     assert (info.model_id, info.model_data.model_name, info.lora_rank) == (model.model_id, "tiny", 5)
     assert model.get_tokenizer().encode("hé") == list("hé".encode())
-    assert backend.sampler(base_model="tiny").get_tokenizer().encode("hi") == [104, 105]
+    folder = info.model_data.tokenizer_id  # the SDK would look for "tiny" on the hub
+    for sampler in (
+        backend.sampler(base_model=folder),
+        model.create_base_sampling_client(),
+        model.save_weights_and_get_sampling_client(),
+    ):
+        assert sampler.get_tokenizer().encode("hi") == [104, 105]
 
 
 def test_objects_of_the_official_sdk_are_accepted_wherever_ours_are(backend: Backend) -> None:  # R5.4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -210,7 +210,7 @@ def test_a_loss_of_the_servers_is_the_same_here(
 
 def test_the_official_sdk_trains_with_a_loss_of_the_library(served: Any) -> None:  # R5.4
     with tinker.ServiceClient(base_url=served.url, api_key="tml-any") as service:
-        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+        client = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         data = [
             tinker.Datum(
                 model_input=tinker.ModelInput.from_ints(datum.model_input.to_ints()),
@@ -221,9 +221,9 @@ def test_the_official_sdk_trains_with_a_loss_of_the_library(served: Any) -> None
             )
             for datum in datums()
         ]
-        values = []
+        values, dpo = [], cast("Any", losses.dpo)  # the SDK has floats as metrics, and takes tensors
         for _ in range(3):
-            done = client.forward_backward_custom(data, losses.dpo).result()
+            done = client.forward_backward_custom(data, dpo).result()
             client.optim_step(tinker.AdamParams(learning_rate=3e-3)).result()
             values.append(done.metrics["loss:sum"])
     assert values[2] < values[0]

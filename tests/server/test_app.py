@@ -34,7 +34,25 @@ def test_capabilities_list_the_models(api: Api) -> None:
     assert api.request("GET", "get_server_capabilities").json()["supported_models"] == [expected]
     api.model()
     expected = {**expected, "max_context_length": 2048}
-    assert api.request("GET", "get_server_capabilities").json()["supported_models"] == [expected]
+    folder = api.trainer.catalog.get("tiny").tokenizer_id
+    listed = api.request("GET", "get_server_capabilities").json()["supported_models"]
+    assert listed == [expected, {**expected, "model_name": folder}]
+
+
+def test_a_model_can_be_given_by_its_folder(api: Api) -> None:  # R5.17
+    """The official SDK loads the tokenizer of such a client from the name that it was given."""
+    session, folder = api.session(), api.trainer.catalog.get("tiny").tokenizer_id
+    body = {"session_id": session, "base_model": folder}
+    model = api.run("create_model", {**body, "model_seq_id": 0, "lora_config": {"rank": 4, "seed": 1}})["model_id"]
+    assert api.state(model) == api.state(api.model(session, 1, seed=1))
+    assert api.post("get_info", {"model_id": model}).json()["model_name"] == "tiny"
+    saved = api.run("save_weights", {"model_id": model, "seq_id": 1, "path": "state"})["path"]
+    assert api.post("weights_info", {"tinker_path": saved}).json()["base_model"] == "tiny"
+    resumed = {**body, "model_seq_id": 2, "path": saved}
+    assert "error" not in api.run("load_weights", resumed)
+    sampler = api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0}).json()["sampling_session_id"]
+    assert "error" not in api.run("asample", api.sample(sampler, 0))
+    assert list(api.trainer.catalog._models) == ["tiny"]  # type: ignore[attr-defined]  # it was not loaded twice
 
 
 def test_sessions_live_until_they_are_finished(api: Api) -> None:
@@ -75,8 +93,20 @@ def test_models_tell_what_they_are_until_they_are_unloaded(api: Api) -> None:
     assert info["lora_rank"] == 8
     assert info["model_name"] == info["model_data"]["model_name"] == "tiny"
     assert info["model_data"]["arch"] == "llama"
+    assert info["optimizer_config"] == {"type": "adamw"}
     assert api.run("unload_model", {"model_id": model}) == {"type": "unload_model", "model_id": model}
     assert api.post("get_info", {"model_id": model}).status_code == 404
+
+
+@pytest.mark.parametrize(("release", "loads_from_the_name"), [("0.36.0", False), ("0.38.0", True), ("1.0.0", True)])
+def test_models_name_a_folder_where_the_sdk_loads_tokenizers_of_samplers_from_it(
+    api: Api, release: str, loads_from_the_name: bool
+) -> None:  # R5.17
+    headers = {"user-agent": f"AsyncTinker/Python {release}"}
+    info = api.post("get_info", {"model_id": api.model()}, headers=headers).json()
+    folder = api.trainer.catalog.get("tiny").tokenizer_id
+    assert info["model_data"]["model_name"] == (folder if loads_from_the_name else "tiny")
+    assert (info["model_name"], info["model_data"]["tokenizer_id"]) == ("tiny", folder)
 
 
 def test_samplers_name_a_folder_the_sdk_can_load_the_tokenizer_from(api: Api) -> None:

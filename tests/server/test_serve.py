@@ -138,7 +138,8 @@ def test_it_says_where_it_listens_logs_each_operation_needs_no_lightning_and_sto
             nowhere = f"tinker://{model}/weights/none"
             assert "error" in run("load_weights", {"model_id": model, "seq_id": 2, "path": nowhere})
         with tinker.ServiceClient(base_url=server.url, api_key="tml-any") as official:
-            official.create_lora_training_client(base_model="tiny", rank=4).optim_step(tinker.AdamParams()).result()
+            client = official.create_lora_training_client(base_model="tiny", rank=4).result()
+            client.optim_step(tinker.AdamParams()).result()
         half = b"content-length: 100\r\n\r\n{"
         with (
             waiting_clients(server) as answers,

@@ -208,9 +208,10 @@ def test_options_of_sampling_are_read_by_the_official_sdk(sdk: SimpleNamespace) 
     sparse = TensorData([-1.0, -2.0], "float32", [2, 9], [0, 1, 2], [8, 0])
     drawn = PromptAltTokens(TensorData([[1, 2], [3, 4]]), TensorData([[-1.0, -2.0], [-3.0, -4.0]]))
     sequences = [SampledSequence([7, 8], [-0.5, -0.25], "stop", top)]
-    response = SampleResponse(sequences, [None, -1.0, -3.0], [None, *top], sparse, drawn)
+    response = SampleResponse(sequences, [None, -1.0, -3.0], [None, *top], sparse, drawn, 2)
     assert decode_sample(encode_sample(response)) == response
     read = sdk.read.deserialize_sample_response(encode_sample(response))
+    assert read.prompt_cache_hit_tokens == 2
     assert read.sequences[0].topk_logprobs == top
     assert read.topk_prompt_logprobs == [None, *top]
     assert read.target_prompt_logprobs.sparse_col_indices == [8, 0]
@@ -325,7 +326,7 @@ sequences = st.builds(
     st.lists(sequences, max_size=3), st.none() | st.lists(st.none() | st.floats(allow_nan=False, width=32), min_size=1)
 )
 def test_a_sample_comes_back_equal(samples: list[SampledSequence], prompt: list[float | None] | None) -> None:
-    response = SampleResponse(samples, prompt)
+    response = SampleResponse(samples, prompt, prompt_cache_hit_tokens=3)
     assert decode_sample(encode_sample(response)) == response
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -35,6 +36,8 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 # URLs under this path carry a signature instead of an API key; the endpoints verify it.
 SIGNED = "/signed"
+
+_SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
 
 _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (MessageTooLarge, 413),
@@ -70,6 +73,12 @@ def content_type(request: Request, *accepted: str) -> str:
 def submits_in_turn(request: Request) -> bool:
     """Returns whether a client sends a request only after the previous one: every client but ours."""
     return not request.headers.get("user-agent", "").startswith(PRODUCT)
+
+
+def sdk_release(request: Request, *, default: tuple[int, int]) -> tuple[int, int]:
+    """Returns the major and minor version of the official SDK that sent a request, or `default` for other clients."""
+    release = _SDK.match(request.headers.get("user-agent", ""))
+    return default if release is None else (int(release[1]), int(release[2]))
 
 
 def error_fields(error: BaseException) -> dict[str, str]:

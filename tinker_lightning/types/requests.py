@@ -221,6 +221,7 @@ class SaveWeightsForSamplerRequest(ModelRequest):
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
+    kind: str | None = None  # "snapshot", the default, or "inflight": weights that later saves replace
 
     def __post_init__(self) -> None:
         ModelRequest.__post_init__(self)
@@ -311,10 +312,11 @@ class FuturesTarget:
 
 @dataclass(frozen=True, slots=True)
 class RetrieveFuturesRequest:
-    """Waits until a sampling request finishes that the cursor does not cover yet."""
+    """Waits until a sampling request finishes that the cursor does not cover yet, at most `timeout` seconds."""
 
     target: FuturesTarget
     prev_cursor: int = 0
+    timeout: float | None = None
     retrieved_request_ids: list[str] = field(default_factory=list)
 
 

@@ -44,6 +44,7 @@ class GetInfoResponse:
     is_lora: bool = True
     lora_rank: int | None = None
     model_name: str | None = None
+    optimizer_config: dict[str, Any] | None = None
     lora_parameters: int | None = None  # the size of the adapter, which only our server reports
 
 
@@ -217,6 +218,7 @@ class SampleResponse:
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: PromptAltTokens | None = None
+    prompt_cache_hit_tokens: int = 0  # tokens of the prompt whose keys and values the server still had
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def decode_output(body: bytes) -> ForwardBackwardOutput:
 
 def encode_sample(response: SampleResponse) -> bytes:
     """Serializes a sampling result."""
-    message = pb.SampleResponse()
+    message = pb.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         message.sequences.add(
             stop_reason=pb.STOP_REASON_LENGTH if sequence.stop_reason == "length" else pb.STOP_REASON_STOP,
@@ -176,6 +176,7 @@ def decode_sample(body: bytes) -> SampleResponse:
         PromptAltTokens(_read_tensor(alternatives.tokens), _read_tensor(alternatives.logprobs))
         if message.HasField("prompt_alt_tokens")
         else None,
+        message.prompt_cache_hit_tokens,
     )
 
 

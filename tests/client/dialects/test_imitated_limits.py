@@ -53,7 +53,7 @@ def test_the_key_of_an_official_client_is_used_to_detect_its_server(
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with imitate("together", trainer=trainer, api_key="tml-given", lacks=frozenset({"delete", "forward"})) as server:
         official = tinker.ServiceClient(base_url=server.url, api_key="tml-given")
-        backend = as_backend(official.create_lora_training_client(base_model="tiny", rank=4))
+        backend = as_backend(official.create_lora_training_client(base_model="tiny", rank=4).result())
         assert isinstance(backend, OfficialTrainingClient)
         assert backend.dialect.forward == "zero_weights"  # only with the key, it answers that it has no such endpoint
         path = str(backend.save_state("stays").result().path)

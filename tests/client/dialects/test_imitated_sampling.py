@@ -110,7 +110,7 @@ def test_other_clients_of_the_process_protect_the_model_too(trainer: EmbeddedTra
     """The server sees one model, whichever client trains it or samples from it."""
     with imitate("skyrl", trainer=trainer, hold=1.0, encoding="protobuf") as server:  # as this SDK needs it
         official = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
-        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4))
+        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4).result())
         named, unnamed = wrapped.save_weights_for_sampler("named"), wrapped.save_weights_and_get_sampling_client()
         path = named.result().path
         by_path = wrapped.create_sampling_client(path)

@@ -168,7 +168,7 @@ def test_no_step_follows_a_part_of_a_window(trainer: EmbeddedTrainer, monkeypatc
     """The official SDK sends pass by pass."""
     with imitate("skyrl", trainer=trainer, hold=1.0, encoding="protobuf") as server:
         official = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
-        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4))
+        wrapped: Any = as_backend(official.create_lora_training_client(base_model="tiny", rank=4).result())
         held = [wrapped.forward_backward(BATCH, "cross_entropy") for _ in range(3)]
         call = wrapped.client.forward_backward
         monkeypatch.setattr(wrapped.client, "forward_backward", failing_at(2, call))

@@ -34,7 +34,6 @@ HOSTED = {
     "get_billing_usage",
     "get_current_checkpoint_storage_usage",
     "publish_checkpoint_from_tinker_path",
-    "search_sessions",
     "unpublish_checkpoint_from_tinker_path",
 }
 # What the SDK has and we do not, on purpose.
@@ -49,13 +48,20 @@ LEFT_OUT = {
     "SamplingClient": {"get_telemetry", "on_queue_state_change"},
     "RestClient": {
         *(f"{name}{suffix}" for name in HOSTED for suffix in ("", "_async")),
+        "get_server_capabilities",  # of a ServiceClient, with us
         "get_telemetry",
+        "search_sessions",
         "whoami",
     },
-    "APIFuture": set(),
+    "APIFuture": {"coroutine", "future"},
 }
 # Arguments of the SDK that we do not have: it ignores them with a warning, we raise a TypeError.
-LEFT_OUT_ARGUMENTS = {"ServiceClient.__init__": {"kwargs"}}
+LEFT_OUT_ARGUMENTS = {
+    "ServiceClient.__init__": {"kwargs"},
+    # Weights that later saves replace.
+    "TrainingClient.save_weights_and_get_sampling_client": {"kind"},
+    "TrainingClient.save_weights_and_get_sampling_client_async": {"kind"},
+}
 # Created by a ServiceClient, never by users.
 CONSTRUCTED = {"ServiceClient"}
 CLASSES = {

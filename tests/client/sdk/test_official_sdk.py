@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +19,11 @@ from tinker.cli.__main__ import main_cli
 
 from tests.helpers.reference import autograd, gathered
 from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.trainer.scheduler import POLLED_GAP_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from starlette.applications import Starlette
 
@@ -47,7 +49,7 @@ def service(served: Any) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture
 def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=8, seed=1)
+    return service.create_lora_training_client(base_model="tiny", rank=8, seed=1).result()
 
 
 def datum(text: str, **inputs: Any) -> types.Datum:
@@ -95,15 +97,67 @@ def steps(client: tinker.TrainingClient, count: int) -> None:
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
-def test_the_server_says_what_it_has(service: tinker.ServiceClient) -> None:  # R5.5
-    (model,) = service.get_server_capabilities().supported_models
+def test_the_server_says_what_it_has(served: Any) -> None:  # R5.5
+    rest = tinker.RestClient(base_url=served.url, api_key=KEY)
+    model, by_folder = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable) == ("tiny", 2048, True)
+    assert Path(str(by_folder.model_name)).is_dir()
 
 
 def test_a_model_says_what_it_is_and_leads_to_its_tokenizer(training: tinker.TrainingClient) -> None:
     info = training.get_info()
-    assert (info.model_data.model_name, info.lora_rank) == ("tiny", 8)
+    assert (info.model_name, info.lora_rank) == ("tiny", 8)
+    assert info.optimizer_config == types.AdamOptimizerConfig()
     assert training.get_tokenizer().encode("hé") == list("hé".encode())
+
+
+def test_every_client_leads_to_its_tokenizer(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, served: Any
+) -> None:  # R5.17
+    """Except that of a bare name, which the SDK looks for on the hub."""
+    rest = tinker.RestClient(base_url=served.url, api_key=KEY)
+    _, folder = (str(model.model_name) for model in rest.get_server_capabilities().result().supported_models)
+    path = training.save_weights_for_sampler("tokenizer").result().path
+    clients: list[Any] = [
+        training.save_weights_and_get_sampling_client().result(),
+        training.create_sampling_client(path).result(),
+        service.create_sampling_client(model_path=path).result(),
+        service.create_sampling_client(base_model=folder).result(),
+        service.create_lora_training_client(base_model=folder, rank=4).result(),
+    ]
+    assert all(client.get_tokenizer().encode("hé") == list("hé".encode()) for client in clients)
+    with pytest.raises(OSError, match="huggingface"):
+        service.create_sampling_client(base_model="tiny").result().get_tokenizer()
+
+
+def test_an_in_flight_sampler_is_refused_and_training_continues(training: tinker.TrainingClient) -> None:  # R5.17
+    with pytest.raises(tinker.BadRequestError, match="kind: only 'snapshot' is supported, not 'inflight'"):
+        training.save_weights_and_get_sampling_client(kind="inflight").result()
+    steps(training, 1)
+
+
+def test_a_custom_loss_that_fails_holds_nothing_up(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:  # R5.17
+    """The SDK reserves the number of the backward, never sends it, and rejects later calls of this client itself."""
+    path = training.save_state("before").result().path
+
+    def failing(*_: Any) -> Any:
+        raise ZeroDivisionError("of the user")
+
+    started = time.monotonic()
+    failed = training.forward_backward_custom(DATA, failing)
+    rejected: list[tinker.APIFuture[Any]] = [
+        training.optim_step(types.AdamParams()),
+        training.forward(DATA, "cross_entropy"),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    for future in rejected:
+        with pytest.raises(RuntimeError, match="A previous request failed"):
+            future.result()
+    steps(service.create_training_client_from_state(path).result(), 1)
+    assert time.monotonic() - started < POLLED_GAP_TIMEOUT  # no gap was waited for
 
 
 def test_forward_gives_one_logprob_for_each_target(training: tinker.TrainingClient) -> None:
@@ -163,8 +217,8 @@ def test_resume_with_the_optimizer_is_bit_equal_to_not_stopping(
     steps(training, 2)
     saved = training.save_state("middle").result().path
     steps(training, 3)
-    with_optimizer = service.create_training_client_from_state_with_optimizer(saved)
-    without = service.create_training_client_from_state(saved)
+    with_optimizer = service.create_training_client_from_state_with_optimizer(saved).result()
+    without = service.create_training_client_from_state(saved).result()
     for client in (with_optimizer, without):
         steps(client, 3)
     expected, resumed, other = (
@@ -190,7 +244,7 @@ def _saved_tensors(data_dir: Path, tinker_path: str) -> dict[str, torch.Tensor]:
 
 def test_a_seed_reproduces_a_model(service: tinker.ServiceClient) -> None:
     first, same, other = (
-        service.create_lora_training_client(base_model="tiny", rank=4, seed=seed) for seed in (7, 7, 8)
+        service.create_lora_training_client(base_model="tiny", rank=4, seed=seed).result() for seed in (7, 7, 8)
     )
     for client in (first, same, other):
         steps(client, 1)
@@ -202,7 +256,7 @@ def test_a_sampler_keeps_its_weights_while_training_continues(training: tinker.T
     prompt = types.ModelInput.from_ints(list(b"hello world"))
     params = types.SamplingParams(max_tokens=12, temperature=0.7, seed=3)
     steps(training, 5)
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result()
     before = sampler.sample(prompt, num_samples=3, sampling_params=params).result()
     scores = sampler.compute_logprobs(prompt).result()
     steps(training, 5)
@@ -210,12 +264,12 @@ def test_a_sampler_keeps_its_weights_while_training_continues(training: tinker.T
     assert [s.tokens for s in before.sequences] == [s.tokens for s in after.sequences]
     assert all(len(s.logprobs or []) == len(s.tokens) for s in before.sequences)
     assert sampler.compute_logprobs(prompt).result() == scores
-    assert training.save_weights_and_get_sampling_client().compute_logprobs(prompt).result() != scores
+    assert training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result() != scores
 
 
 def test_compute_logprobs_agrees_with_forward(training: tinker.TrainingClient) -> None:
     steps(training, 3)
-    sampler = training.save_weights_and_get_sampling_client()
+    sampler = training.save_weights_and_get_sampling_client().result()
     (first, *scores) = sampler.compute_logprobs(types.ModelInput.from_ints(list(TEXTS[0].encode()))).result()
     assert first is None
     assert scores == pytest.approx(logprobs_of(training)[0], abs=1e-5)
@@ -228,9 +282,8 @@ def test_sampling_from_saved_weights_and_from_the_base(
     greedy = types.SamplingParams(max_tokens=6, temperature=0)
     steps(training, 8)
     path = training.save_weights_for_sampler("sampler").result().path
-    saved = service.create_sampling_client(model_path=path)
-    base = service.create_sampling_client(base_model="tiny")
-    assert base.get_tokenizer().encode("hi") == [104, 105]
+    saved = service.create_sampling_client(model_path=path).result()
+    base = service.create_sampling_client(base_model="tiny").result()
     texts = [client.sample(prompt, 1, greedy).result().sequences[0].tokens for client in (saved, base)]
     assert texts[0] != texts[1]
 
@@ -249,7 +302,9 @@ def test_a_mistake_is_the_users_and_loses_nothing(training: tinker.TrainingClien
 
 
 def test_calls_in_flight_together_run_in_order(service: tinker.ServiceClient) -> None:  # R1.8
-    together, waiting = (service.create_lora_training_client(base_model="tiny", rank=8, seed=4) for _ in range(2))
+    together, waiting = (
+        service.create_lora_training_client(base_model="tiny", rank=8, seed=4).result() for _ in range(2)
+    )
     futures = []
     for _ in range(10):
         futures.append(together.forward_backward(DATA, "cross_entropy"))
@@ -282,7 +337,7 @@ def test_closing_a_client_finishes_its_session_and_frees_its_models(
 ) -> None:
     with running(create_app(trainer)) as url:
         with tinker.ServiceClient(base_url=url, api_key=KEY) as client:
-            model = client.create_lora_training_client(base_model="tiny", rank=4)
+            model = client.create_lora_training_client(base_model="tiny", rank=4).result()
             steps(model, 1)
             assert [session.finished for session in trainer.registry.sessions()] == [False]
         assert [session.finished for session in trainer.registry.sessions()] == [True]
@@ -314,7 +369,7 @@ def test_the_gradient_of_a_custom_loss_is_exact_over_the_wire(
     double: tuple[EmbeddedTrainer, tinker.ServiceClient],
 ) -> None:  # R1.3, R1.4, R1.5
     trainer, client = double
-    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=2)
+    training = client.create_lora_training_client(base_model="tiny", rank=8, seed=2).result()
     steps(training, 2)
     training.forward_backward_custom(DATA, lambda _, logprobs: (entropic(logprobs), {})).result()
     expected = autograd(trainer, training.model_id, TEXTS, entropic)
@@ -325,7 +380,9 @@ def test_custom_and_built_in_losses_give_the_same_gradient(
     double: tuple[EmbeddedTrainer, tinker.ServiceClient],
 ) -> None:  # R1.11
     trainer, client = double
-    built_in, custom = (client.create_lora_training_client(base_model="tiny", rank=8, seed=3) for _ in range(2))
+    built_in, custom = (
+        client.create_lora_training_client(base_model="tiny", rank=8, seed=3).result() for _ in range(2)
+    )
     built_in.forward_backward(DATA, "cross_entropy").result()
     custom.forward_backward_custom(DATA, lambda _, logprobs: (-torch.cat(logprobs).sum(), {})).result()
     expected, got = (gathered(trainer, model.model_id) for model in (built_in, custom))

@@ -45,7 +45,7 @@ def service(trainer: EmbeddedTrainer, running: Any) -> Iterator[tinker.ServiceCl
 
 @pytest.fixture
 def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+    return service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
 
 
 def data(**more: Any) -> list[types.Datum]:
@@ -106,7 +106,7 @@ def test_the_update_is_that_of_the_same_loss_on_the_client(
     ]
     gradients, values = [], []
     for loss in losses:
-        training = service.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+        training = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
         result = training.forward_backward_custom(data(), loss).result()
         values.append(result.metrics["loss:sum"])
         gradients.append(gathered(trainer, training.get_info().model_id))
@@ -138,7 +138,7 @@ def test_two_dimensions_sparse_and_dense(
     assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
     handle = service.create_custom_loss(distilled, {"logprobs": 2, "weights": 2}).result()
     result = training.forward_backward_custom([datum], handle).result()
-    right = service.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+    right = service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()
     plain = right.forward_backward([datum], "cross_entropy").result()
     assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"])
     assert torch.allclose(

@@ -43,7 +43,7 @@ def official(kind: Kind, trainer: EmbeddedTrainer, **changes: Any) -> Iterator[t
     with imitate(kind, trainer=trainer, hold=1.0, **needed, **changes) as server:
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-any")
         try:
-            yield as_backend(service.create_lora_training_client(base_model="tiny", rank=4, seed=1)), server
+            yield as_backend(service.create_lora_training_client(base_model="tiny", rank=4, seed=1).result()), server
         finally:
             service.holder.close()
 

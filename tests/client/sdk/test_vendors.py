@@ -211,7 +211,7 @@ def test_a_vendors_client_says_what_it_cannot_do(way: Backend) -> None:  # R5.8
 
 def test_a_client_whose_methods_all_return_one_future(ways: Callable[[BackendName], Backend]) -> None:  # R5.4
     way = ways("official SDK")
-    clients = [way.service.create_lora_training_client("tiny", 4, 1) for _ in range(2)]
+    clients = [way.service.create_lora_training_client("tiny", 4, 1).result() for _ in range(2)]
     newer, today = as_backend(Newer(clients[0])), as_backend(clients[1])
     assert train(newer) == train(today)
     assert way.bits(newer) == way.bits(today)
@@ -261,7 +261,7 @@ class Logging:
 
 def test_the_server_behind_a_wrapped_client_is_detected(ways: Callable[[BackendName], Backend]) -> None:  # R5.4
     way = ways("official SDK")
-    clients = [way.service.create_lora_training_client("tiny", 4, 1) for _ in range(2)]
+    clients = [way.service.create_lora_training_client("tiny", 4, 1).result() for _ in range(2)]
     logged = Logging(clients[0])
     wrapped = as_backend(Logging(logged))
     assert wrapped.dialect.name == "embedded"

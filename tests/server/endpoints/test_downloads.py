@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 import time
 from datetime import datetime
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from tests.helpers.api import Api
 
+SSH_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN"
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
@@ -94,13 +96,51 @@ def test_only_external_weights_are_given_out_file_by_file(api: Api) -> None:
     assert "save it with save_weights_external" in refused.json()["detail"]
 
 
-def test_encryption_is_rejected_rather_than_left_out(api: Api) -> None:
+def test_weights_are_encrypted_to_the_recipients_alone(api: Api) -> None:  # R5.17
+    """tinker-cookbook 0.6.1 downloads every training checkpoint in this way."""
+    pyrage = pytest.importorskip("pyrage")
+    model, identity = api.model(), pyrage.x25519.Identity.generate()
+    saved = save(api, model, 1, age_encryption_recipients=[str(identity.to_public()), SSH_KEY])
+    api.run("save_weights_external", {"model_id": model, "seq_id": 2, "path": "plain"})
+    plain = folder(api, model).with_name("plain")
+    found = urls(api, model)
+    assert sorted(found) == [f"{name}.age" for name in FILES]
+    contents = {name: api.request("GET", url).content for name, url in found.items()}
+    assert sum(map(len, contents.values())) == saved["size_bytes"]
+    for name, content in contents.items():
+        assert pyrage.decrypt(content, [identity]) == (plain / name.removesuffix(".age")).read_bytes()
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(content, [pyrage.x25519.Identity.generate()])
+    assert sorted(file.name for file in folder(api, model).iterdir()) == [*sorted(found), "checkpoint.json"]
+    loaded = api.run("load_weights", {"model_id": model, "seq_id": 3, "path": saved["path"]})
+    assert "is encrypted" in loaded["error"]
+    api.request("DELETE", checkpoint(model))
+    save(api, model, 4)  # under the same name, and not encrypted
+    assert {api.request("GET", url).status_code for url in found.values()} == {404}
+
+
+@pytest.mark.parametrize(
+    ("recipients", "message"),
+    [(["age1xyz"], "entry 0 is not a public key"), (["ssh-rsa AAAA"], "entry 0"), ([], "give at least one public key")],
+)
+def test_encryption_is_rejected_rather_than_left_out(api: Api, recipients: list[str], message: str) -> None:
+    pytest.importorskip("pyrage")
+    assert message in refused(api, recipients)
+
+
+def test_encryption_without_its_package_names_the_extra(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyrage", None)
+    assert "python -m pip install 'tinker-lightning[age]'" in refused(api, ["age1xyz"])
+
+
+def refused(api: Api, recipients: list[str]) -> str:
+    """The reason why weights are not saved."""
     model = api.model()
-    body = {"model_id": model, "seq_id": 1, "path": "one", "age_encryption_recipients": ["age1xyz"]}
-    refused = api.post("save_weights_external", body)
-    assert refused.status_code == 400
-    assert "age_encryption_recipients is not supported" in refused.json()["detail"]
+    body = {"model_id": model, "seq_id": 1, "path": "one", "age_encryption_recipients": recipients}
+    response = api.post("save_weights_external", body)
+    assert response.status_code == 400
     assert "error" not in save(api, model, 2)  # its number was freed
+    return str(response.json()["detail"])
 
 
 @pytest.mark.parametrize("way", ["external_weights_urls", "archive"])

@@ -156,9 +156,10 @@ class Bigrams:
     def loaded(self, _: str) -> Bigram:
         return self.model
 
-    def check(self, name: str) -> None:
+    def resolve(self, name: str) -> str:
         if name not in self.names:
             raise ModelNotFound(name)
+        return name
 
     def get(self, _: str) -> Bigram:
         return self.model

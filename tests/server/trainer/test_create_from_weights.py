@@ -59,7 +59,7 @@ def test_without_the_optimizer_it_starts_with_the_weights_alone(shared_api: Api,
     ("change", "message"),
     [
         ({"path": "tinker://nobody:train:0/weights/none"}, "nobody"),
-        ({"base_model": "smollm2-135m"}, "was trained on tiny, not on smollm2-135m"),
+        ({"base_model": "smollm2-135m"}, "base_model 'smollm2-135m' is not served"),
         ({"model_seq_id": -1}, "model_seq_id must be at least 0"),
         ({"optimizer_config": {"type": "sgd"}}, "only adamw"),
         ({"session_id": "session-none"}, "session-none"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +119,26 @@ def test_one_poll_returns_all_finished_requests_of_one_client(plain: Api) -> Non
     later = {"target": target, "prev_cursor": found["cursor"]}
     responses = plain.together(("retrieve_futures", later), ("asample", plain.sample(sampler, 3)))
     assert [each["request_id"] for each in responses[0].json()["completions"]] == [responses[1].json()["request_id"]]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 0.2])
+def test_a_poll_is_answered_within_its_timeout(plain: Api, seconds: float) -> None:  # R5.17
+    """With 0.0, the SDK only reports what it has fetched, and gives up after five seconds."""
+    target = {"type": "sampling_session", "sampling_session_id": plain.sampler(), "cloned_sampler_id": 0}
+    started = time.monotonic()
+    found = plain.post("retrieve_futures", {"target": target, "prev_cursor": 7, "timeout": seconds}).json()
+    assert found == {"completions": [], "cursor": 7}
+    assert seconds <= time.monotonic() - started < 5
+
+
+def test_weights_that_later_saves_replace_are_refused_by_name(plain: Api) -> None:  # R5.17
+    model = plain.model()
+    body = {"model_id": model, "sampling_session_seq_id": 0}
+    refused = plain.post("save_weights_for_sampler", {**body, "seq_id": 1, "kind": "inflight"})
+    assert (refused.status_code, refused.json()["category"]) == (400, "user")
+    assert "kind: only 'snapshot' is supported, not 'inflight'" in refused.json()["detail"]
+    sampler = plain.run("save_weights_for_sampler", {**body, "seq_id": 2, "kind": "snapshot"})["sampling_session_id"]
+    assert "error" not in plain.run("asample", plain.sample(sampler, 0))  # the number of the first was freed
 
 
 def test_cancelled_requests_fail_and_training_cannot_be_cancelled(plain: Api) -> None:

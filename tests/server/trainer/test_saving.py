@@ -172,6 +172,7 @@ def test_weights_info_tells_which_model_to_create(api: Api) -> None:
         "train_unembed": True,
         "train_mlp": False,
         "train_attn": True,
+        "optimizer_config": {"type": "adamw"},
     }
 
 

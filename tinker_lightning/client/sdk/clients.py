@@ -144,8 +144,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from a base model; by default the one that is trained."""
-        name = base_model or self.get_info().model_data.model_name
-
+        name = base_model or self._info().model_data.model_name  # from which the SDK loads the tokenizer
         create = partial(tinker.SamplingClient.create, self._inner.holder, base_model=name)
         return self._sampler("create_sampling_client", create)
 
@@ -160,10 +159,17 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank."""
-        self._check()
-        info = self._calls.translated("get_info", self.client.get_info)
-        data = ModelData(info.model_data.arch, info.model_data.model_name, info.model_data.tokenizer_id)
+        info = self._info()
+        name, tokenizer_id = info.model_data.model_name, info.model_data.tokenizer_id
+        if name == tokenizer_id and info.model_name:
+            name = info.model_name  # our trainer tells SDK 0.38 the folder of the tokenizer in place of the name
+        data = ModelData(info.model_data.arch, name, tokenizer_id)
         return GetInfoResponse(info.model_id, data, bool(info.is_lora), info.lora_rank, info.model_name)
+
+    def _info(self) -> Any:
+        """Returns what the SDK's client knows about its model."""
+        self._check()
+        return self._calls.translated("get_info", self.client.get_info)
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer."""

@@ -74,11 +74,11 @@ def _source(sent: Any) -> Future[Any]:
     """Returns the future of a call, whichever kind the client returns: the SDK has changed it, and vendors differ."""
     if isinstance(sent, list):
         return _all([_source(each) for each in sent])
-    if isinstance(sent, Future):
-        return sent
-    if callable(wrapped := getattr(sent, "future", None)):
+    if callable(wrapped := getattr(sent, "future", None)):  # first, because 0.38 warns about calls on what it wraps
         source: Future[Any] = wrapped()
         return source
+    if isinstance(sent, Future):
+        return sent
     return _waiting.submit(sent.result)
 
 

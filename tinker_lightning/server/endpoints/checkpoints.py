@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import hmac
 import os
-import re
 import secrets
 import tarfile
 import time
@@ -23,8 +22,9 @@ from starlette.routing import Route
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import SIGNED, answer
-from tinker_lightning.server.trainer.checkpoint_store import ADAPTER_FILES, CheckpointSummary, TinkerPath
+from tinker_lightning.server.http import SIGNED, answer, sdk_release
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.operations import OPTIMIZER_CONFIG
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 T = TypeVar("T")
-
-_SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)")
 
 # The checkpoint types of the protocol.
 _TYPES: dict[Kind, Literal["training", "sampler", "external"]] = {
@@ -66,6 +64,7 @@ async def weights_info(request: Request) -> Response:
             train_unembed=lora.train_unembed,
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
+            optimizer_config=OPTIMIZER_CONFIG,
         )
     )
 
@@ -135,8 +134,7 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
 
 def _supported(request: Request, summaries: list[CheckpointSummary]) -> list[CheckpointSummary]:
     """Leaves out external checkpoints for releases of the official SDK that reject a listing with one, before 0.28."""
-    release = _SDK.match(request.headers.get("user-agent", ""))
-    if release is None or (int(release[1]), int(release[2])) >= (0, 28):
+    if sdk_release(request, default=(0, 28)) >= (0, 28):
         return summaries
     return [summary for summary in summaries if summary.path.kind != "external_weights"]
 
@@ -175,9 +173,9 @@ async def external_weights_urls(request: Request) -> Response:
     path = path_of(request)
     if path.kind != "external_weights":
         raise InvalidInput(f"path: {path} cannot be downloaded file by file; save it with save_weights_external")
-    await run_in_threadpool(trainer_of(request).store.summary, path)
+    summary = await run_in_threadpool(trainer_of(request).store.summary, path)
     expires = _signer(request).expiry()
-    urls = {name: _signed_url(request, path, name, expires) for name in ADAPTER_FILES}
+    urls = {name: _signed_url(request, path, name, expires) for name in summary.adapter_files}
     return answer(rs.ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC).isoformat()))
 
 
@@ -195,8 +193,10 @@ async def download(request: Request) -> Response:
     if not _signer(request).is_valid(name, query.get("expires", ""), query.get("signature", "")):
         raise HTTPException(403, "this URL is invalid or has expired; request a new one")
     path, file = name.rsplit("/", 1)
-    files = await run_in_threadpool(trainer_of(request).store.open_adapter, TinkerPath.parse(f"tinker://{path}"))
-    return _Download(files, _tar(files) if file == _ARCHIVE else [files[file]])
+    only = None if file == _ARCHIVE else file
+    store = trainer_of(request).store
+    files = await run_in_threadpool(store.open_adapter, TinkerPath.parse(f"tinker://{path}"), only)
+    return _Download(files, _tar(files) if only is None else list(files.values()))
 
 
 class _Download(StreamingResponse):

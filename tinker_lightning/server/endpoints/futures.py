@@ -209,13 +209,14 @@ async def wait_until_done(job: Job, trainer: EmbeddedTrainer, seconds: float | N
 async def retrieve_futures(request: Request) -> Response:
     """Returns the sampling requests that have finished after a cursor; waits if there are none."""
     body = await read(request, rq.RetrieveFuturesRequest)
+    seconds = LONG_POLL_SECONDS if body.timeout is None else min(body.timeout, LONG_POLL_SECONDS)
     trainer = trainer_of(request)
     completions = trainer.sampling.completions
     target = body.target.sampling_session_id, body.target.cloned_sampler_id
     woken, wake = _wake_event()
     with completions.wake_on_finish(target, wake), trainer.wake_on_close(wake), suppress(TimeoutError):
         if not (completed := completions.after(target, body.prev_cursor)):
-            await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS)
+            await asyncio.wait_for(woken.wait(), seconds)
             completed = completions.after(target, body.prev_cursor)
     listed = [
         {"state": "finished" if succeeded else "failed", "request_id": request_id}

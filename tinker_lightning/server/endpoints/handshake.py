@@ -109,11 +109,13 @@ async def healthz(_: Request) -> Response:
 
 async def capabilities(request: Request) -> Response:
     catalog = trainer_of(request).catalog
-    models = []
-    for name in catalog.names:
-        base = catalog.loaded(name)
-        length = None if base is None else base.max_context_length
-        models.append(SupportedModel(name, length, trainable=True, sampleable=True))
+    bases = {name: catalog.loaded(name) for name in catalog.names}
+    # Also by their folders, for clients that load the tokenizer from the name of the model.
+    bases |= {base.tokenizer_id: base for base in bases.values() if base is not None}
+    models = [
+        SupportedModel(name, None if base is None else base.max_context_length, trainable=True, sampleable=True)
+        for name, base in bases.items()
+    ]
     return answer(ServerCapabilities(models, request.app.state.extensions, PRODUCT))
 
 

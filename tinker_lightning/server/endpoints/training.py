@@ -15,9 +15,9 @@ from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotRetain
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, parse_body, read, receive_body
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.endpoints.futures import Submission, receipt_endpoint, try_again, wait_until_done
-from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type
+from tinker_lightning.server.http import JSON, PROTOBUF, answer, content_type, sdk_release
 from tinker_lightning.server.trainer.jobs import Job
-from tinker_lightning.server.trainer.operations import Training
+from tinker_lightning.server.trainer.operations import OPTIMIZER_CONFIG, Training
 from tinker_lightning.server.trainer.passes import Passes
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -55,13 +55,16 @@ async def get_info(request: Request) -> Response:
     if not await wait_until_done(model.creation, trainer_of(request)):
         return try_again(model.creation)
     base, adapter = model.ready()
-    data = rs.ModelData(arch=base.arch, model_name=model.base_model, tokenizer_id=base.tokenizer_id)
+    # From 0.38 on, the samplers of the official SDK load the tokenizer from this name, so it is the model's folder.
+    loadable = base.tokenizer_id if sdk_release(request, default=(0, 0)) >= (0, 38) else model.base_model
+    data = rs.ModelData(arch=base.arch, model_name=loadable, tokenizer_id=base.tokenizer_id)
     return answer(
         rs.GetInfoResponse(
             model.model_id,
             data,
             lora_rank=model.lora_config.rank,
             model_name=model.base_model,
+            optimizer_config=OPTIMIZER_CONFIG,
             lora_parameters=sum(tensor.numel() for tensor in adapter.weights.tensors.values()),
         )
     )

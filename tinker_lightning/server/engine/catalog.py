@@ -160,17 +160,24 @@ class Catalog:
         """Returns the model if it is in memory."""
         return self._models.get(name)
 
-    def check(self, name: str) -> None:
-        """Raises `ModelNotFound` if the model is not served. Does not load the model."""
+    def resolve(self, name: str) -> str:
+        """Returns the name of a model that is given by name or folder; raises `ModelNotFound` if it is not served.
+
+        Clients that load tokenizers from the name of a model give its folder. Does not load the model.
+        """
+        folders = {str(cache_dir() / "models" / folder): builtin for builtin, (folder, _) in _BUILDERS.items()}
+        folders |= {model.tokenizer_id: model.name for model in list(self._models.values())}
+        name = folders.get(name, name)
         if self._names is not None and name not in self._names:
             raise ModelNotFound(
                 f"base_model {name!r} is not served; available models: {', '.join(self._names)}. Start the server "
                 f"with --model {name} to add it."
             )
+        return name
 
     def get(self, name: str) -> CausalLM:
         """Returns the model and loads it on first use."""
-        self.check(name)
+        name = self.resolve(name)
         with self._lock:
             if name not in self._models:
                 started = time.perf_counter()

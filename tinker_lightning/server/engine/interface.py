@@ -281,8 +281,8 @@ class ModelCatalog(Protocol):
     def loaded(self, name: str) -> BaseModel | None:
         """Returns the model if it is in memory."""
 
-    def check(self, name: str) -> None:
-        """Raises `ModelNotFound` if the model is not served. Does not load the model."""
+    def resolve(self, name: str) -> str:
+        """Returns the name of a model that is given by name or folder; raises `ModelNotFound` if it is not served."""
 
     def get(self, name: str) -> BaseModel:
         """Returns the model and loads it on first use."""

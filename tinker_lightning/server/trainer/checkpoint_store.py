@@ -5,6 +5,7 @@
         optimizer.safetensors                             AdamW state (kind `weights` only)
         checkpoint.json                                   base model, LoRA config, steps, token budget, expiry
 
+The files of an encrypted adapter have the suffix `.age`.
 A checkpoint is written to a temporary folder and renamed, so that readers never see a partial one. Several processes
 may share a root.
 """
@@ -32,7 +33,7 @@ from tinker_lightning.wire import folders
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tinker_lightning.server.engine.interface import PeftConfig
@@ -43,7 +44,8 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 _WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
 # The files of a checkpoint that other programs need.
-ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
+_ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
+_ENCRYPTED = ".age"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
@@ -102,11 +104,17 @@ class CheckpointSummary:
     user_metadata: dict[str, str] | None = None
     format: int = 1
     token_budget: int | None = None
+    encrypted: bool = False
 
     @property
     def path(self) -> TinkerPath:
         """Path of the checkpoint."""
         return TinkerPath.parse(self.tinker_path)
+
+    @property
+    def adapter_files(self) -> list[str]:
+        """Names of the files that other programs need."""
+        return [name + _ENCRYPTED * self.encrypted for name in _ADAPTER_FILES]
 
     @property
     def is_expired(self) -> bool:
@@ -122,6 +130,46 @@ class SavedAdapter:
     weights: AdapterWeights
     training_state: dict[str, Tensor] | None
     token_budget: int | None = None
+
+
+class Encryption:
+    """Encrypts files with age, so that only the given recipients can read them.
+
+    Args:
+        recipients: Public keys: native ones (`age1...`) or those of SSH.
+
+    Raises:
+        InvalidInput: If a key is invalid, there is none, or the extra `age` is not installed.
+    """
+
+    def __init__(self, recipients: Sequence[str]) -> None:
+        try:
+            import pyrage
+        except ImportError as error:
+            raise InvalidInput(
+                "age_encryption_recipients: this trainer cannot encrypt, because pyrage is not installed. Install it "
+                "where the trainer runs: python -m pip install 'tinker-lightning[age]'"
+            ) from error
+        if not recipients:
+            raise InvalidInput(
+                "age_encryption_recipients: give at least one public key, or omit it to save plain files"
+            )
+        self._recipients = []
+        self._encrypt_file = pyrage.encrypt_file
+        for i, key in enumerate(recipients):
+            kind = pyrage.ssh if key.startswith("ssh-") else pyrage.x25519
+            try:
+                self._recipients.append(kind.Recipient.from_str(key))
+            except pyrage.RecipientError as error:
+                raise InvalidInput(
+                    f"age_encryption_recipients: entry {i} is not a public key of age (age1...) or SSH: {error}"
+                ) from error
+
+    def encrypt(self, folder: Path) -> None:
+        """Replaces each file of a folder by an encrypted one, whose name has the suffix `.age`."""
+        for file in list(folder.iterdir()):
+            self._encrypt_file(str(file), f"{file}{_ENCRYPTED}", self._recipients)
+            file.unlink()
 
 
 class CheckpointStore:
@@ -145,6 +193,7 @@ class CheckpointStore:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        encryption: Encryption | None = None,
     ) -> CheckpointSummary:
         """Writes a checkpoint atomically; raises `InvalidInput` if it exists and `overwrite` is not set."""
         folder = self._folder(path)
@@ -162,6 +211,8 @@ class CheckpointStore:
                 peft_config.save_pretrained(str(part))
                 if training_state is not None:
                     save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / _OPTIMIZER)
+                if encryption is not None:
+                    encryption.encrypt(part)
                 summary = CheckpointSummary(
                     tinker_path=str(path),
                     base_model=base_model,
@@ -172,6 +223,7 @@ class CheckpointStore:
                     size_bytes=sum(file.stat().st_size for file in part.iterdir()),
                     user_metadata=user_metadata,
                     token_budget=token_budget,
+                    encrypted=encryption is not None,
                 )
                 _write_summary(part, summary)
         except FileExistsError as error:
@@ -198,6 +250,10 @@ class CheckpointStore:
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
+            if summary.encrypted:
+                raise InvalidInput(
+                    f"path: {path} is encrypted and cannot be loaded here; only its files can be downloaded"
+                )
             try:
                 weights = AdapterWeights(summary.lora_config, load_file(folder / _WEIGHTS))
                 state = load_file(folder / _OPTIMIZER) if training_state else None
@@ -213,15 +269,19 @@ class CheckpointStore:
                     return SavedAdapter(summary.base_model, weights, state, summary.token_budget)
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
-    def open_adapter(self, path: TinkerPath) -> dict[str, BinaryIO]:
-        """Opens the files of an adapter, all from the same save; they stay readable if the checkpoint is removed."""
+    def open_adapter(self, path: TinkerPath, name: str | None = None) -> dict[str, BinaryIO]:
+        """Opens the files of an adapter, all from the same save, or one of them.
+
+        They stay readable if the checkpoint is removed.
+        """
         folder = self._folder(path)
         for _ in range(_ATTEMPTS):
             summary = self.summary(path)
+            names = summary.adapter_files if name is None else [name]
+            if name not in (None, *summary.adapter_files):
+                raise NotFound(f"{path} has no file {name!r}; it has {', '.join(summary.adapter_files)}")
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # being overwritten
-                files: dict[str, BinaryIO] = {
-                    name: stack.enter_context((folder / name).open("rb")) for name in ADAPTER_FILES
-                }
+                files: dict[str, BinaryIO] = {each: stack.enter_context((folder / each).open("rb")) for each in names}
                 if self.summary(path) == summary:
                     stack.pop_all()
                     return files

@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.interface import ModelCatalog
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, Encryption, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.passes import RetainedForwards
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tinker_lightning.server.engine.interface import Adapter, BaseModel
 
 
+# The configuration of the only optimizer.
+OPTIMIZER_CONFIG = {"type": "adamw"}
 # Seconds for which an imported adapter is kept, until a model is created from it.
 _IMPORT_SECONDS = 86400
 
@@ -54,7 +56,7 @@ class Training:
         """Creates a model with saved weights, optionally with the optimizer state."""
         path = TinkerPath.parse(request.path)
         saved = self._store.summary(path)
-        if request.base_model not in (None, saved.base_model):
+        if request.base_model is not None and self._catalog.resolve(request.base_model) != saved.base_model:
             raise InvalidInput(f"base_model: {path} was trained on {saved.base_model}, not on {request.base_model}")
 
         def load(base: BaseModel, adapter: Adapter) -> rs.LoadWeightsResponse:
@@ -79,7 +81,7 @@ class Training:
         if optimizer != "adamw":
             raise InvalidInput(f"optimizer_config: only adamw is supported, not {optimizer!r}")
         session = self._registry.session(request.session_id, must_be_open=True)
-        self._catalog.check(base_model)
+        base_model = self._catalog.resolve(base_model)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
 
         def run() -> rs.CreateModelResponse | rs.LoadWeightsResponse:
@@ -186,6 +188,11 @@ class Training:
 
     def save_weights_for_sampler(self, request: rq.SaveWeightsForSamplerRequest) -> Job:
         """Saves weights for sampling: under a name on disk, or without a name in memory as a new sampler."""
+        if request.kind not in (None, "snapshot"):
+            raise InvalidInput(
+                f"kind: only 'snapshot' is supported, not {request.kind!r}: the weights of a sampler of this trainer "
+                "never change. Omit kind, and create a sampler after each step that samples are to see."
+            )
         model = self._registry.model(request.model_id)
         # A retry has the same seq_id but a new sampling_session_seq_id, so the sampler is named after the former.
         sampler_id = f"{model.model_id}:sample:{request.seq_id}"
@@ -202,13 +209,13 @@ class Training:
         return self._jobs.submit(request, "save_weights_for_sampler", run)
 
     def save_weights_external(self, request: rq.SaveWeightsExternalRequest) -> Job:
-        """Saves weights for download under a name."""
-        if request.age_encryption_recipients:
-            raise InvalidInput("age_encryption_recipients is not supported, because weights are not encrypted; omit it")
+        """Saves weights for download under a name, encrypted if the request names recipients."""
+        recipients = request.age_encryption_recipients
+        encryption = None if recipients is None else Encryption(recipients)
         path = TinkerPath(request.model_id, "external_weights", request.path)
 
         def run(base: BaseModel, adapter: Adapter) -> rs.SaveWeightsExternalResponse:
-            saved = self._save(path, base, adapter, request, None)
+            saved = self._save(path, base, adapter, request, None, encryption)
             return rs.SaveWeightsExternalResponse(str(path), saved.size_bytes)
 
         return self._jobs.submit(request, "save_weights_external", run)
@@ -216,13 +223,13 @@ class Training:
     def import_adapter(self, request: rq.ImportAdapterRequest) -> Job:
         """Saves an uploaded adapter for a day. The same adapter has the same path."""
         self._registry.session(request.session_id, must_be_open=True)
-        self._catalog.check(request.base_model)
-        about = f"{request.base_model}/{request.scaling!r}/".encode()
+        base_model = self._catalog.resolve(request.base_model)
+        about = f"{base_model}/{request.scaling!r}/".encode()
         digest = hashlib.blake2b(about + request.weights, digest_size=8).hexdigest()
         path = TinkerPath(f"import-{digest}", "sampler_weights", "adapter")
 
         def run() -> SaveWeightsResponse:
-            base = self._catalog.get(request.base_model)
+            base = self._catalog.get(base_model)
             # The tensors as they are loaded, and in the dtype and shape of an adapter.
             with self._memory.charge("an uploaded adapter", 3 * len(request.weights), fix="Use a smaller rank."):
                 try:
@@ -257,6 +264,7 @@ class Training:
         adapter: Adapter,
         request: rq.SaveWeightsRequest | rq.SaveWeightsForSamplerRequest | rq.SaveWeightsExternalRequest,
         training_state: Mapping[str, Tensor] | None,
+        encryption: Encryption | None = None,
     ) -> CheckpointSummary:
         return self._store.save(
             path,
@@ -269,4 +277,5 @@ class Training:
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
+            encryption=encryption,
         )

@@ -112,11 +112,11 @@ class Sampling:
             fix = "Create fewer samplers at once, or save weights of a lower rank."
             with self._memory.charge("the weights of a sampler", size, fix=fix):
                 saved = self._store.load(path)
-                self._catalog.check(saved.base_model)
-                sampler = Sampler(sampler_id, saved.base_model, saved.weights, str(path))
+                base_model = self._catalog.resolve(saved.base_model)
+                sampler = Sampler(sampler_id, base_model, saved.weights, str(path))
                 return self._registry.add_sampler(session.session_id, sampler)
-        self._catalog.check(request.base_model or "")
-        return self._registry.add_sampler(session.session_id, Sampler(sampler_id, request.base_model or ""))
+        base_model = self._catalog.resolve(request.base_model or "")
+        return self._registry.add_sampler(session.session_id, Sampler(sampler_id, base_model))
 
     def sample(self, request: rq.SampleRequest) -> Job:
         """Submits a sampling job. The jobs of a sampler may run in any order."""
