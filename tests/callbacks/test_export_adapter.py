@@ -89,7 +89,7 @@ def test_mistakes_are_found_before_training(service: ServiceClient, tmp_path: Pa
     for callback, message in (
         (ExportAdapter(tmp_path / "taken"), "is not empty"),
         (ExportAdapter(tmp_path / "new", merged=tmp_path / "taken"), "is not empty"),
-        (ExportAdapter(tmp_path / "new", merged=tmp_path / "taken", overwrite=True), "does not contain a model"),
+        (ExportAdapter(tmp_path / "new", merged=tmp_path / "taken", overwrite=True), "contains no model"),
         (ExportAdapter(tmp_path / "new", "best"), "needs a ModelCheckpoint that monitors a metric"),
     ):
         with pytest.raises(InvalidInput, match=message):

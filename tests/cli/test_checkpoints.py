@@ -66,8 +66,8 @@ def test_a_checkpoint_file_and_its_path_are_exported(
     assert printed.out == f"{tmp_path / 'a'}\n"
     assert "Pass its hub id: --base-model organization/model." in printed.err
     for folder, options, fix in [
-        ("a", [], "or pass --overwrite to replace an adapter in it."),
-        ("b", ["--merged", str(tmp_path / "a")], "or pass --overwrite to replace it."),
+        ("a", [], "or pass --overwrite to replace the adapter in it."),
+        ("b", ["--merged", str(tmp_path / "a")], "or pass --overwrite to replace the model in it."),
         ("", ["--overwrite"], "and --overwrite would delete what it contains."),
     ]:
         assert cli.main(["export", str(file), str(tmp_path / folder), *options]) == 2

@@ -124,7 +124,7 @@ class ExportAdapter(pl.Callback):
     def _check_folders(self) -> None:
         check_target(self.path, self._overwrites)
         if self.merged is not None:
-            check_target(self.merged, self._overwrites, "a model", "config.json")
+            check_target(self.merged, self._overwrites, "model", "config.json")
 
     def _name_base(self, module: RemoteModule, folder: Path) -> str:
         """Writes a portable name of the base model; returns what it is loaded from on this machine."""

@@ -107,7 +107,7 @@ def test_a_folder_that_is_not_empty_is_left_alone_by_default(model: TrainingClie
 
 def test_overwriting_never_removes_a_folder_without_an_adapter(model: TrainingClient, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(InvalidInput, match=r"does not contain an adapter .* Choose another folder"):
+    with pytest.raises(InvalidInput, match=r"contains no adapter .* Choose another folder"):
         model.export_adapter(tmp_path, overwrite=True)
     with pytest.raises(InvalidInput, match="is a file; pass a folder"):
         model.export_adapter(tmp_path / "thesis.tex", overwrite=True)

@@ -103,7 +103,7 @@ def upload_adapter(channel: Channel, folder: str | os.PathLike[str], base_model:
 
 
 def check_target(
-    path: str | os.PathLike[str], overwrite: bool, contents: str = "an adapter", config: str = CONFIG
+    path: str | os.PathLike[str], overwrite: bool, contents: str = "adapter", config: str = CONFIG
 ) -> Path:
     """Returns the folder to export to; raises `InvalidInput` if it is taken, by files without that config as well."""
     target = Path(path).expanduser().resolve()
@@ -114,14 +114,14 @@ def check_target(
             raise InvalidInput(_taken(target, contents))
         if not (target / config).exists():
             raise InvalidInput(
-                f"{target} does not contain {contents} ({config} is missing), and overwrite=True would delete what it "
+                f"{target} contains no {contents} ({config} is missing), and overwrite=True would delete what it "
                 "contains. Choose another folder."
             )
     return target
 
 
-def _taken(target: Path, contents: str = "an adapter") -> str:
-    return f"{target} is not empty. Choose another folder, or set overwrite=True to replace {contents} in it."
+def _taken(target: Path, contents: str = "adapter") -> str:
+    return f"{target} is not empty. Choose another folder, or set overwrite=True to replace the {contents} in it."
 
 
 def _check(part: Path) -> None:
