@@ -20,6 +20,9 @@ def test_the_configuration_keeps_every_sdk_generation_on_the_simple_path(api: Ap
     ours = {"user-agent": "tinker-lightning"}
     assert api.post("client/config", {"sdk_version": "0"}, headers=ours).json()["parallel_fwdbwd_chunks"] is True
     assert config["sample_use_retrieve_futures"] is True  # one poll for all samples of a sampler
+    newer = {"user-agent": "AsyncTinker/Python 0.38.0"}  # whose poller can keep a client from closing
+    config_of_newer = api.post("client/config", {"sdk_version": "0.38.0"}, headers=newer).json()
+    assert config_of_newer["sample_use_retrieve_futures"] is False
     assert config["sample_join_sampling_session"] is True
     assert config["proto_compress_fwdbwd"] is False
     assert config["fwdbwd_max_chunk_len"] >= 1 << 20

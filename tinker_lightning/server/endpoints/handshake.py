@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, MAX_JSON_BYTES, read
 from tinker_lightning.server.endpoints import trainer_of
-from tinker_lightning.server.http import answer, submits_in_turn
+from tinker_lightning.server.http import answer, sdk_release, submits_in_turn
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import PRODUCT, ServerCapabilities, SupportedModel
 
@@ -54,7 +54,10 @@ async def client_config(request: Request) -> Response:
     await read(request, rq.ClientConfigRequest)
     # Other clients than ours submit in turn, so that a number that they never send is noticed within seconds.
     parallel = CLIENT_CONFIG["parallel_fwdbwd_chunks"] and not submits_in_turn(request)
-    return answer({**CLIENT_CONFIG, "parallel_fwdbwd_chunks": parallel})
+    # The official SDK 0.38 acknowledges results by polls of their own. On Python 3.11, one that is answered while the
+    # client closes loses the cancellation (in asyncio.wait_for), and the client waits for its poller forever.
+    shared_polls = CLIENT_CONFIG["sample_use_retrieve_futures"] and sdk_release(request, default=(0, 0)) < (0, 37)
+    return answer({**CLIENT_CONFIG, "parallel_fwdbwd_chunks": parallel, "sample_use_retrieve_futures": shared_polls})
 
 
 async def dynamic_config(request: Request) -> Response:
