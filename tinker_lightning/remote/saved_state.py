@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 FORMAT_VERSION = 1
-"""The format of records and of checkpoint files; a file of any other version is rejected."""
+"""The format of records; a record of any other version is rejected."""
 
 _VERSION_KEY = "tinker_lightning"
 RECORD_PREFIX = f'{{"{_VERSION_KEY}":'.encode()
@@ -57,7 +57,8 @@ class SavedState:
                 "tinker_lightning."
             ) from error
         what = "the record of a remote model"
-        content = check_format(content, what, _VERSION_KEY, [field.name for field in dataclasses.fields(cls)])
+        keys = [field.name for field in dataclasses.fields(cls)]
+        content = check_format(content, what, _VERSION_KEY, FORMAT_VERSION, keys)
         return cls(**{name: value for name, value in content.items() if name != _VERSION_KEY})
 
 
@@ -68,26 +69,26 @@ def is_record(value: object) -> bool:
     return value[: len(RECORD_PREFIX)].numpy(force=True).tobytes() == RECORD_PREFIX
 
 
-def check_format(found: Any, what: str, version_key: str, keys: Iterable[str]) -> dict[str, Any]:
+def check_format(part: Any, what: str, version_key: str, version: int, keys: Iterable[str]) -> dict[str, Any]:
     """Returns a part of a file, called `what` in errors; raises if it lacks a key or has another format version."""
-    version = found.get(version_key) if isinstance(found, dict) else None
-    if version is None:
+    saved = part.get(version_key) if isinstance(part, dict) else None
+    if saved is None:
         raise InvalidInput(
             f"{what} has no format version ({version_key!r}): it was not written by tinker_lightning, or was changed "
             "since. Save the model again with this version of tinker_lightning."
         )
-    if version != FORMAT_VERSION:
+    if saved != version:
         raise InvalidInput(
-            f"{what} has format version {version}, but this version of tinker_lightning reads version "
-            f"{FORMAT_VERSION}. Load it with the version of tinker_lightning that wrote it, or save the model again."
+            f"{what} has format version {saved}, but this version of tinker_lightning reads version "
+            f"{version}. Load it with the version of tinker_lightning that wrote it, or save the model again."
         )
-    check_keys(found, what, keys)
-    return dict(found)
+    check_keys(part, what, keys)
+    return dict(part)
 
 
-def check_keys(found: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
+def check_keys(part: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
     """Raises `InvalidInput` if a part of a file lacks one of the keys."""
-    if missing := [key for key in keys if key not in found]:
+    if missing := [key for key in keys if key not in part]:
         raise InvalidInput(
             f"{what} lacks {', '.join(map(repr, missing))}: the file is damaged or was changed since it was written. "
             "Load another checkpoint."

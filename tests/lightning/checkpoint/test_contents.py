@@ -11,9 +11,9 @@ import torch
 from tinker_lightning.client import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.contents import state_in, window_from, window_state
-from tinker_lightning.lightning.checkpoint.format import read_window
+from tinker_lightning.lightning.checkpoint.format import VERSION, read_window
 from tinker_lightning.remote.calls import Call, ServerCall
-from tinker_lightning.remote.saved_state import FORMAT_VERSION, SavedState
+from tinker_lightning.remote.saved_state import SavedState
 from tinker_lightning.types import Datum, ImageChunk, ModelInput, ProvenanceSpan, TensorData
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_window_without_a_key_is_rejected(key: str) -> None:
     del window[0][key]
     section = {"windows": {"lm.handle": window}, "local_gradients": {}, "window_metrics": []}
     with pytest.raises(InvalidInput, match=rf"the accumulation window of 'lm\.handle' in a\.ckpt lacks '{key}'"):
-        read_window({"tinker": {"version": FORMAT_VERSION, **section}}, "a.ckpt")
+        read_window({"tinker": {"version": VERSION, **section}}, "a.ckpt")
 
 
 def test_the_state_that_a_file_names_is_told_from_the_state_of_other_modules() -> None:

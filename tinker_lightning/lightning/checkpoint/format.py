@@ -28,12 +28,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.remote.saved_state import FORMAT_VERSION, check_format, check_keys
+from tinker_lightning.remote.saved_state import check_format, check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = FORMAT_VERSION
+VERSION = 1
+"""The version of the section; a file of any other version is rejected."""
 
 SECTION = "tinker"
 """The key of the section in a checkpoint."""
@@ -91,7 +92,7 @@ def read_section(checkpoint: Mapping[str, Any], file: object, *keys: str) -> dic
             f"{file} lacks {SECTION!r}: it was not written by a RemoteModule, or was changed since. Load a checkpoint "
             "of the module's class."
         )
-    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", keys)
+    return check_format(checkpoint[SECTION], f"the {SECTION!r} section of {file}", "version", VERSION, keys)
 
 
 def read_window(checkpoint: Mapping[str, Any], file: object) -> dict[str, Any] | None:
