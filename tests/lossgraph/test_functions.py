@@ -1,6 +1,6 @@
 """Functions that a server-side loss may call. The page `docs/server-functions.md` is made from the list.
 
-`UPDATE_DOCS=1 pytest tests/losses/graphs/test_functions.py` regenerates it.
+`UPDATE_DOCS=1 pytest tests/lossgraph/test_functions.py` regenerates it.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def serve(
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
-    An API key is required if other machines can connect, or if pickled losses are allowed. Further options are those of
-    `EmbeddedTrainer`.
+    An API key is required if other machines can connect, or if pickled losses are allowed. Further options
+    are passed to `EmbeddedTrainer`.
     """
     if not is_loopback(host) and not api_key:
         raise InvalidInput(

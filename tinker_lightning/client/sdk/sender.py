@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
-from tinker_lightning.types import Datum
+    from tinker_lightning.types import Datum
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
 # estimate that is up to 2.5 times ours.

@@ -45,26 +45,31 @@ class VendorTrainingClient(OfficialTrainingClient):
     def __init__(self, client: Any, dialect: Dialect | None = None) -> None:
         super().__init__(client, sender=_VendorSender(client, dialect))
 
+    @override
     def get_info(self) -> GetInfoResponse:
         """Returns the base model and the LoRA rank; raises `Unsupported` if the client does not report them."""
         if getattr(self.client, "get_info", None) is None:
             raise Unsupported(f"{type(self.client).__name__} does not report its base model")
         return super().get_info()
 
+    @override
     def checkpoint_exists(self, path: str) -> bool:
         """Raises `Unsupported`: such clients do not list checkpoints."""
         raise Unsupported(f"{path}: {type(self.client).__name__} does not list checkpoints")
 
-    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:  # noqa: ARG002
+    @override
+    def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Raises `Unsupported`: such clients do not delete checkpoints."""
         raise Unsupported(f"{path} stays on the server: {type(self.client).__name__} does not delete checkpoints")
 
     @property
+    @override
     def can_expire(self) -> bool:
         """Always False: such clients do not change when a saved state expires."""
         return False
 
-    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:  # noqa: ARG002
+    @override
+    def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Raises `Unsupported`: such clients do not change when a saved state expires."""
         raise Unsupported(f"{path}: {type(self.client).__name__} does not change when a checkpoint expires")
 

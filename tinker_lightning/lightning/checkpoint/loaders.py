@@ -3,7 +3,7 @@
 A loader is replayed, not pickled: a checkpoint stores the random number generators at the start of the epoch, and a
 resume draws the batches again up to the last one trained. A loader with a `state_dict` uses that instead.
 
-The generators are those of torch, numpy and Python together. Each batch is drawn with its own seed.
+Its generators belong to torch, numpy and Python. Each batch is drawn with its own seed.
 """
 
 from __future__ import annotations
