@@ -192,7 +192,7 @@ def test_no_more_steps_are_in_flight_than_allowed(double: tuple[EmbeddedTrainer,
     lm = RemoteLM(client)
     lm.handle.remote.max_steps_in_flight = 2
     optimizer = RemoteAdamW(lm.parameters(), lr=1e-3)
-    steps = []
+    steps: list[Any] = []
     for _ in range(6):
         lm.server_loss(DATA["cross_entropy"], "cross_entropy").backward()
         optimizer.step()

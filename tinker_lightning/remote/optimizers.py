@@ -15,7 +15,7 @@ from tinker_lightning.threads import interrupts
 from tinker_lightning.types import AdamParams, DimuonParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from tinker_lightning.remote.calls import PreparedCall, Step
     from tinker_lightning.remote.window import RemoteModel
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class RemoteOptimizer(torch.optim.Optimizer):
     """An optimizer that steps on the server: a step sends the accumulation window and an optimizer step, and waits not.
 
-    A subclass names its optimizer by `params_type` and converts its parameter groups by `optim_params`.
+    A subclass names its optimizer by `params_type` and converts its parameter groups by `optim_params`. Its defaults
+    include `grad_clip_norm`.
     """
 
     params_type: type[OptimParams]
-    _grad_clip_norm: float
-    sent: list[Step]  # by the last step
+    sent: Sequence[Step] = ()  # by the last step
     clip_next: float | None = None  # overrides the groups' own for the next step
 
     def optim_params(self, group: dict[str, Any]) -> OptimParams:
@@ -44,7 +44,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.sent = []
+        self.sent = ()
         clip, self.clip_next = self.clip_next, None
         ready: list[tuple[RemoteModel, list[PreparedCall], OptimParams]] = []
         for group in self.param_groups:
@@ -59,7 +59,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             held.enter_context(interrupts.held())
             for remote, _, _ in ready:
                 held.enter_context(remote.backend.unread.held())
-            self.sent += [remote.step(prepared, params) for remote, prepared, params in ready]
+            self.sent = [remote.step(prepared, params) for remote, prepared, params in ready]
             self._step_local()
         return loss
 
@@ -77,7 +77,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; raises `InvalidInput` if the server does not support its settings."""
-        param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -135,10 +134,14 @@ class RemoteAdamW(RemoteOptimizer, torch.optim.AdamW):
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
     ) -> None:
-        self._grad_clip_norm = grad_clip_norm
+        self._grad_clip_norm = grad_clip_norm  # torch's constructor adds groups before `defaults` can have it
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults["grad_clip_norm"] = grad_clip_norm
-        self.sent = []
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        param_group.setdefault("grad_clip_norm", self._grad_clip_norm)
+        super().add_param_group(param_group)
 
     @override
     def optim_params(self, group: dict[str, Any]) -> AdamParams:
@@ -186,9 +189,7 @@ class RemoteDiMuon(RemoteOptimizer):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-4, beta1: float = 0.9, grad_clip_norm: float = 0.0
     ) -> None:
-        self._grad_clip_norm = grad_clip_norm
         super().__init__(params, {"lr": lr, "beta1": beta1, "grad_clip_norm": grad_clip_norm})
-        self.sent = []
 
     @override
     def optim_params(self, group: dict[str, Any]) -> DimuonParams:
