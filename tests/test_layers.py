@@ -62,7 +62,6 @@ FOREIGN = {
     "errors": {"lightning", "torch", *HTTP},
 }
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if not path.name.endswith("_pb2.py"))
-EMBEDDED = Path("client/transport/embedded.py")
 TESTS = Path(__file__).parent
 
 

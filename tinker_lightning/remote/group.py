@@ -24,7 +24,7 @@ def handles_of(module: nn.Module) -> dict[str, RemoteHandle]:
 
 
 def remotes_of(module: nn.Module) -> list[RemoteModel]:
-    """Returns the remotes behind a module's handles."""
+    """Returns the remote models of a module."""
     return [handle.remote for handle in handles_of(module).values()]
 
 

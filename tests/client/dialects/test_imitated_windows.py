@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from tests.helpers.imitations import imitate
 from tinker_lightning import AdamParams, Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.client import as_backend
 from tinker_lightning.client.dialects import Dialect, dialect_named
+from tinker_lightning.client.passes.request import ServerPass
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import requests
@@ -36,6 +38,24 @@ def change(client: TrainingClient, submit: Callable[[TrainingClient], None]) -> 
     client.optim_step(STEP).result()
     changed: np.ndarray[Any, Any] = logprobs_of(client) - before
     return changed
+
+
+def test_a_future_keeps_no_pass_after_its_step(trainer: EmbeddedTrainer) -> None:
+    """A long fit may keep the future of every pass for its metrics, but not the datums (R5.4)."""
+
+    def passes() -> int:
+        gc.collect()
+        return sum(isinstance(each, ServerPass) for each in gc.get_objects())
+
+    with imitate("skyrl", trainer=trainer) as server, connected(server) as service:
+        client = model_on(service)
+        before = passes()
+        futures = [client.forward_backward_custom(BATCH, preference), client.forward_backward(BATCH, "cross_entropy")]
+        futures[0].result()
+        assert passes() > before
+        client.optim_step(STEP).result()
+        assert [future.result().metrics["loss:sum"] for future in futures]
+        assert passes() == before
 
 
 @pytest.mark.parametrize("kind", ["skyrl", "tuft"])

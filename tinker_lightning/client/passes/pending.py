@@ -170,6 +170,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
 
     def settle_from(self, backward: TinkerFuture[ForwardBackwardOutput]) -> bool:
         """Takes the result of the pass that was sent; returns whether it was already read from a forward."""
+        self._request = None  # a future may be kept for long, and needs its datums no more
         if self._forward is not None:
             return True
         backward._source.add_done_callback(self._settle)
