@@ -5,23 +5,29 @@ from __future__ import annotations
 import csv
 import json
 import logging
+from concurrent.futures import wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from tests.helpers.trainers import DATA, SMALL, loader, new, quiet
+from tests.helpers.rollouts import PROMPTS, Stream, code_points, constant, rollouts
+from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
 from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
 from tinker_lightning.callbacks import CostMonitor, SampleTable
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.recipes import DPO
+from tinker_lightning.recipes import DPO, GRPO
 from tinker_lightning.remote.calls import TokenCount
+from tinker_lightning.rl import PromptEnvironment, RolloutLoader, Trajectory
+from tinker_lightning.wire import protobuf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.types import SampleResponse
 
 pytestmark = SMALL
 
@@ -89,10 +95,141 @@ def test_the_limit_stops_and_saves_and_a_resumed_run_continues_the_count(  # R4.
     assert second.saved is None
 
 
+def rollout_module(service: ServiceClient, kind: type[GRPO] = GRPO, **settings: Any) -> GRPO:
+    return new(service, kind, reference=None, **settings)
+
+
+def test_cached_prompts_have_a_price_of_their_own(  # R5.12
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = protobuf.encode_sample
+
+    def encode_as_cached(response: SampleResponse) -> bytes:
+        return encode(replace(response, prompt_cache_hit_tokens=2))
+
+    def cost_of(prices: dict[str, float], module: RemoteModule, data: Any) -> CostMonitor:
+        cost = CostMonitor({"tiny": prices})
+        table = SampleTable([[5, 6, 7], [5]], every_n_steps=1, sampling_params=params, console=False)
+        trainer = quiet(max_steps=1, callbacks=[table, cost])
+        trainer.fit(module, data)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        assert logged["cost/tokens_cached"] == cost.tokens.cached
+        assert logged["cost/tokens_uncached"] == cost.tokens.prefilled - cost.tokens.cached
+        return cost
+
+    monkeypatch.setattr(protobuf, "encode_sample", encode_as_cached)
+    params = SamplingParams(max_tokens=2, stop=[])
+    only_prompts = {"train": 0.0, "prefill": 1e6, "sample": 0.0}
+    module = new(service, OnServer)
+    assert cost_of(only_prompts, module, loader()).tokens == TokenCount(PER_STEP, 4, 4, cached=3)
+    assert cost_of({**only_prompts, "cached_prefill": 1e5}, module, loader()).usd == pytest.approx(1 + 3 * 0.1)
+    rewarded = rollouts(rewards=code_points, batch_size=1, group_size=3)  # a request for all samples of a prompt
+    assert cost_of(only_prompts, rollout_module(service), rewarded).tokens.cached == 2 + 3
+
+
+def test_samples_that_are_not_trained_are_discarded(service: ServiceClient) -> None:  # R5.9, R5.12
+    def only_some(prompt: str, completion: str) -> float:
+        return code_points(prompt, completion) if prompt in PROMPTS[:2] else 0.0
+
+    cost = CostMonitor(PRICES)
+    params = SamplingParams(max_tokens=4, stop=[])
+    data = rollouts(PROMPTS[:4], rewards=only_some, batch_size=4, group_size=2, sampling_params=params)
+    trainer = quiet(max_steps=1, callbacks=[cost])
+    trainer.fit(rollout_module(service), data)
+    assert (cost.tokens.sampled, cost.tokens.discarded) == (4 * 2 * 4, 2 * 2 * 4)
+    assert trainer.callback_metrics["cost/tokens_discarded"] == 2 * 2 * 4
+    skipped = CostMonitor(PRICES)  # no step is taken
+    quiet(max_epochs=1, callbacks=[skipped]).fit(
+        rollout_module(service), rollouts(PROMPTS[:2], rewards=constant, sampling_params=params)
+    )
+    assert skipped.tokens.discarded == skipped.tokens.sampled == 2 * 4 * 4
+    assert skipped.tokens.trained == 0
+
+
+def test_rollouts_ahead_of_a_stop_are_discarded(service: ServiceClient) -> None:
+    class Stopping(GRPO):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            jobs = self._loader._jobs  # type: ignore[union-attr]
+            wait([future for job in jobs.values() for future in job._running.values()])
+            self.trainer.should_stop = True
+
+    cost = CostMonitor(PRICES)
+    params = SamplingParams(max_tokens=4, stop=[])
+    data = rollouts(rewards=code_points, staleness=1, sampling_params=params)
+    quiet(max_steps=4, callbacks=[cost]).fit(rollout_module(service, Stopping), data)
+    assert (cost.tokens.sampled, cost.tokens.discarded) == (2 * 2 * 4 * 4, 2 * 4 * 4)
+
+
+def test_samples_of_prompts_that_fail_are_counted(service: ServiceClient) -> None:
+    class Failing(PromptEnvironment):
+        async def group(self, policies: Any) -> list[Trajectory]:
+            await super().group(policies)
+            raise ValueError("no score")
+
+    cost = CostMonitor(PRICES)
+    params = SamplingParams(max_tokens=4, stop=[])
+    tasks = [Failing(PROMPTS[0], code_points, as_text=True), PromptEnvironment(PROMPTS[1], code_points, as_text=True)]
+    data = RolloutLoader(tasks, batch_size=2, group_size=2, sampling_params=params, on_error="skip")
+    quiet(max_steps=1, callbacks=[cost]).fit(rollout_module(service), data)
+    assert (cost.tokens.sampled, cost.tokens.discarded) == (2 * 2 * 4, 2 * 4)
+
+
+def test_the_estimate_of_rollouts_is_an_upper_bound(service: ServiceClient, caplog: pytest.LogCaptureFixture) -> None:
+    params, cost = SamplingParams(max_tokens=4, stop=[]), CostMonitor(PRICES)
+    data = rollouts(PROMPTS[:5], rewards=code_points, group_size=2, sampling_params=params, num_epochs=2)
+    with caplog.at_level(logging.INFO, "tinker_lightning"):
+        quiet(max_epochs=-1, callbacks=[cost]).fit(rollout_module(service), data)
+    assert cost.tokens.discarded == 0
+    assert cost.estimate == pytest.approx(cost.usd, rel=1e-3)  # because every answer is as long as it may be
+    assert caplog.text.count("rollouts and training passes will cost at most") == 1
+    unknown = CostMonitor(PRICES)
+    with caplog.at_level(logging.INFO, "tinker_lightning"):
+        quiet(max_steps=1, callbacks=[unknown]).fit(rollout_module(service), rollouts(Stream(PROMPTS)))
+    assert unknown.estimate is None
+    assert "no estimate, because it is not known how much the environments of a stream" in caplog.text
+
+
+def test_no_metric_changes_the_count(service: ServiceClient) -> None:
+    class Lying(GRPO):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            names = ("tokens/sampled", "tokens/trained", "cost/tokens", "train_loss")
+            self.log_dict(dict.fromkeys(names, -1e9))
+
+    params = SamplingParams(max_tokens=4, stop=[])
+    counts = []
+    for kind in (GRPO, Lying):
+        cost = CostMonitor(PRICES, max_usd=1e9)
+        trainer = quiet(max_steps=2, callbacks=[cost])
+        trainer.fit(rollout_module(service, kind), rollouts(rewards=code_points, sampling_params=params))
+        assert trainer.global_step == 2
+        counts.append((cost.tokens, cost.usd, cost.estimate))
+    assert counts[0] == counts[1]
+
+
+def test_the_limit_stops_rollouts_and_a_resumed_run_continues(service: ServiceClient, tmp_path: Path) -> None:  # R5.12
+    def fit(max_usd: float, **kwargs: Any) -> tuple[CostMonitor, int]:
+        params = SamplingParams(max_tokens=4, stop=[])
+        data = rollouts(rewards=code_points, batch_size=1, sampling_params=params, staleness=1)
+        cost = CostMonitor(PRICES, max_usd=max_usd, path=tmp_path / "stopped.ckpt")
+        trainer = quiet(max_steps=4, callbacks=[cost])
+        trainer.fit(rollout_module(service), data, **kwargs)
+        return cost, trainer.global_step
+
+    whole, steps = fit(1e9)
+    assert (steps, whole.tokens.discarded) == (4, 0)
+    stopped, steps = fit(0.6 * whole.usd)
+    assert steps in (1, 2)
+    assert stopped.saved == tmp_path / "stopped.ckpt"
+    resumed, steps = fit(1e9, ckpt_path=tmp_path / "stopped.ckpt")
+    assert steps == 4
+    assert resumed.tokens == whole.tokens
+
+
 def test_mistakes_have_clear_errors(service: ServiceClient, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="max_usd must be above 0, got 0"):
         CostMonitor(PRICES, max_usd=0)
-    with pytest.raises(InvalidInput, match="prices of 'tiny' must be numbers named train, prefill, sample"):
+    with pytest.raises(InvalidInput, match="prices of 'tiny' must be numbers named train, prefill, sample, and"):
         CostMonitor({"tiny": {"train": 1.0}})
     with pytest.raises(InvalidInput, match=r"none\.json cannot be read: No such file"):
         CostMonitor(tmp_path / "none.json")

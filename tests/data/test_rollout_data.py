@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from examples.grpo import digits, right
 from examples.multi_turn import GuessTheNumber
+from tests.helpers.rollouts import Stream, code_points
 from tests.helpers.trainers import SMALL, quiet
 from tinker_lightning.cli import lightning_cli  # noqa: F401 which sets how options are parsed
 from tinker_lightning.cli.lightning_cli import explain
@@ -23,6 +24,8 @@ from tinker_lightning.rl import Environment, RolloutLoader
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
 ROWS = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(6)]
@@ -72,6 +75,32 @@ def test_mistakes(tmp_path: Path) -> None:
     broken.write_text('{"prompt": "1 + 1 ="}\n{"prompt": \n')
     with pytest.raises(InvalidDatum, match=r"broken\.jsonl:2: not JSON"):
         RolloutData(broken, rewards=right).train_dataloader()
+
+
+def test_epochs_end_the_fit_as_max_epochs_does(service: ServiceClient) -> None:  # R5.9
+    class Planning(GRPO):
+        def configure_optimizers(self) -> Any:
+            self.planned = self.trainer.estimated_stepping_batches  # as a scheduler would
+            return super().configure_optimizers()
+
+    options: dict[str, Any] = {
+        "rewards": code_points,
+        "max_tokens": 2,
+        "batch_size": 4,
+        "group_size": 2,
+        "minibatches": 2,
+    }
+    for most, epochs in ((-1, 2), (5, 2), (1, 1)):
+        module = Planning(service.create_lora_training_client("tiny", rank=4, seed=1), reference=None)
+        data, trainer = RolloutData(ROWS[:5], num_epochs=2, **options), quiet(max_epochs=most)
+        trainer.fit(module, data)
+        assert trainer.current_epoch == epochs
+        assert module.planned == epochs * len(data.train_dataloader()) == epochs * 4
+        assert module.lm.handle.remote.steps == epochs * 3  # the last batch has one prompt, which is one minibatch
+    stream = RolloutData(lambda: Stream(ROWS[:5]), num_epochs=2, **options | {"minibatches": 1})
+    trainer = quiet(max_epochs=-1)
+    trainer.fit(Planning(service.create_lora_training_client("tiny", rank=4, seed=1), reference=None), stream)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 4)
 
 
 GUESS = "examples.multi_turn.GuessTheNumber"

@@ -12,6 +12,7 @@ from tests.helpers.rollouts import PROMPTS, Stream, code_points, rollouts
 from tests.helpers.soaking import mostly_soak
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning import SamplingParams
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
@@ -78,6 +79,33 @@ def test_a_resumed_run_ends_in_the_same_bits(case: str, service: ServiceClient, 
         assert resumed.trained == {rollout_id: whole.trained[rollout_id] for rollout_id in resumed.trained}
         assert list(resumed.trained) == list(range(batch + 1, len(whole.trained)))
         assert torch.equal(logprobs_of(resumed), logprobs_of(whole))
+
+
+@pytest.mark.parametrize("batch", mostly_soak([2, 3], but=[2]))  # at the end of the first epoch, and after it
+def test_epochs_visit_each_prompt_as_often_and_resume_across_their_boundary(  # R5.3, R5.9
+    batch: int, service: ServiceClient, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "rewards": code_points,
+        "group_size": 2,
+        "sampling_params": SamplingParams(max_tokens=2),
+    }
+    prompts = {"prompts": PROMPTS[:5], "num_epochs": 2, "staleness": 1}
+    whole = new(service, Noting)
+    trainer = quiet(max_epochs=-1, callbacks=[Saving(tmp_path, batch)])
+    trainer.fit(whole, rollouts(**prompts, **settings))
+    assert (trainer.current_epoch, trainer.global_step) == (2, 6)
+    assert [len(groups) for groups in whole.trained.values()] == [2, 2, 1, 2, 2, 1]
+    assert [number for groups in whole.trained.values() for number, _ in groups] == list(range(10))
+    resumed = new(service, Noting)
+    trainer = quiet(max_epochs=-1)
+    trainer.fit(resumed, rollouts(**prompts, **settings), ckpt_path=str(tmp_path / f"{batch}.ckpt"))
+    assert (trainer.current_epoch, list(resumed.trained)) == (2, list(range(batch + 1, 6)))
+    numbers = [[number for number, _ in groups] for groups in whole.trained.values()]
+    assert [[number for number, _ in groups] for groups in resumed.trained.values()] == numbers[batch + 1 :]
+    unlimited, file = rollouts(PROMPTS[:5], staleness=1, **settings), str(tmp_path / f"{batch}.ckpt")
+    with pytest.raises(InvalidInput, match="saved with num_epochs=2, but this RolloutLoader has num_epochs=None"):
+        quiet().fit(new(service, Noting), unlimited, ckpt_path=file)
 
 
 @pytest.mark.parametrize("strategy", mostly_soak(["tinker", "auto"], but=["tinker"]))

@@ -73,6 +73,22 @@ def test_each_pass_has_a_new_order_and_new_seeds(service: ServiceClient) -> None
     loader.stop()
 
 
+def test_an_epoch_with_a_limit_is_one_pass(service: ServiceClient) -> None:
+    loader = rollouts(PROMPTS[:5], num_epochs=2, batch_size=3)
+    assert len(loader) == 2
+    loader.admit(4, lambda: source_of(service))
+    jobs = [[(task.lap, task.index) for task in loader.job(job).tasks] for job in range(4)]
+    assert [len(job) for job in jobs] == [3, 2, 3, 2]
+    first, second = [*jobs[0], *jobs[1]], [*jobs[2], *jobs[3]]
+    assert (sorted(first), sorted(second)) == ([(0, i) for i in range(5)], [(1, i) for i in range(5)])
+    assert [index for _, index in first] != [index for _, index in second]  # shuffled again
+    loader.stop()
+    with pytest.raises(InvalidInput, match="num_epochs must be at least 1, or None, got 0"):
+        rollouts(num_epochs=0)
+    with pytest.raises(InvalidInput, match="Leave one of them out"):
+        rollouts(num_epochs=1, refill=1)
+
+
 def test_lengths() -> None:
     assert len(rollouts(PROMPTS[:5])) == 3
     assert len(rollouts(PROMPTS[:5], epochs=2)) == 6

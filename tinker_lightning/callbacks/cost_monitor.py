@@ -8,7 +8,7 @@ import logging
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
+from tinker_lightning.lightning.checkpoint.loaders import PositionedLoader, TrainedPosition, isolated_rng
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount, tokens_of
 from tinker_lightning.rows.batches import as_list
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinker_lightning")
 
 _KEYS = ("train", "prefill", "sample")
+_CACHED = "cached_prefill"
 # The number of rows of the training data that the estimate looks at.
 _ROWS = 32
 
@@ -40,11 +41,13 @@ class CostMonitor(pl.Callback):
     """Logs the tokens trained, prefilled and sampled, and what they cost.
 
     Before training it logs an estimate, `estimate`, from a few rows of the data: what the training passes will cost,
-    without validation and samples. A resumed run continues the count.
+    without validation and reference models. For rollouts of prompts, it is what they cost with the longest answers. A
+    resumed run continues the count.
 
     Args:
         prices: A JSON or TOML file, or a dict: by the name of a base model, the dollars per million tokens as `train`,
-            `prefill` and `sample`. The name `*` applies to all other models.
+            `prefill` and `sample`, and as `cached_prefill` if tokens of prompts that the server still has in its cache
+            cost less. The name `*` applies to all other models.
         max_usd: Stops training and saves a checkpoint, `saved`, before the next step could exceed this many dollars.
         path: The checkpoint to save at the limit; by default `max_usd.ckpt` in the trainer's `default_root_dir`.
     """
@@ -84,18 +87,26 @@ class CostMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs what the training passes that are left will cost."""
-        self._step, self._largest_step, self.saved = trainer.global_step, 0.0, None
-        per_batch = _tokens_per_batch(trainer, require_remote(self, pl_module))
+        self._step, self._largest_step, self.saved, self.estimate = trainer.global_step, 0.0, None, None
         total = trainer.estimated_stepping_batches
-        if per_batch is None or not math.isfinite(total):
-            logger.info("CostMonitor: no estimate, because the length of the data or of the training is not known")
+        if not math.isfinite(total):
+            logger.info("CostMonitor: no estimate, because the length of the training is not known")
+            return
+        per_batch = _tokens_per_batch(trainer, require_remote(self, pl_module))
+        if isinstance(per_batch, str):
+            logger.info("CostMonitor: no estimate, because %s", per_batch)
             return
         batches = max(total - trainer.global_step, 0) * trainer.accumulate_grad_batches
         self.estimate = batches * self._usd(per_batch)
-        logger.info("CostMonitor: training passes will cost about $%.4g", self.estimate)
+        is_bound = per_batch.sampled > 0
+        about = "rollouts and training passes will cost at most" if is_bound else "training passes will cost about"
+        logger.info("CostMonitor: %s $%.4g, without validation and reference models", about, self.estimate)
         if self.max_usd is not None and self.usd + self.estimate > self.max_usd:
             logger.warning(
-                "CostMonitor: training will stop early: about $%.4g of training passes, but max_usd=%g",
+                "CostMonitor: training %s stop early: with the $%.4g spent before, %s $%.4g, but max_usd=%g",
+                "may" if is_bound else "will",
+                self.usd,
+                about,
                 self.usd + self.estimate,
                 self.max_usd,
             )
@@ -108,8 +119,8 @@ class CostMonitor(pl.Callback):
         self._step = trainer.global_step
         before = self.usd
         self._update(require_remote(self, pl_module))
-        names = {f"cost/tokens_{name}": float(number) for name, number in asdict(self.tokens).items()}
-        pl_module.log_dict(names, batch_size=1)
+        counts = {**asdict(self.tokens), "uncached": self.tokens.uncached}
+        pl_module.log_dict({f"cost/tokens_{name}": float(number) for name, number in counts.items()}, batch_size=1)
         pl_module.log("usd", self.usd, prog_bar=True, batch_size=1)
         self._largest_step = max(self._largest_step, self.usd - before)
         if self.max_usd is None or self.usd + self._largest_step <= self.max_usd:
@@ -146,8 +157,9 @@ class CostMonitor(pl.Callback):
         self.tokens, self._seen = self.tokens + (now - self._seen), now
 
     def _usd(self, tokens: TokenCount) -> float:
-        numbers = (tokens.trained, tokens.prefilled, tokens.sampled)
-        return sum(number * self._prices.get(key, 0.0) for key, number in zip(_KEYS, numbers, strict=True)) / 1e6
+        numbers = (tokens.trained, tokens.uncached, tokens.sampled)
+        usd = sum(number * self._prices.get(key, 0.0) for key, number in zip(_KEYS, numbers, strict=True))
+        return (usd + tokens.cached * self._prices.get(_CACHED, self._prices.get("prefill", 0.0))) / 1e6
 
     def _look_up(self, model: str) -> Mapping[str, float]:
         prices = self._table.get(model, self._table.get("*"))
@@ -165,10 +177,21 @@ def _count_tokens(module: RemoteModule) -> TokenCount:
     return sum((each.tokens for each in group.remotes_of(module)), start=TokenCount())
 
 
-def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount | None:
-    """Returns the mean tokens of a batch by some rows of the data; None for data that cannot be looked at."""
-    total = 0.0
+def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount | str:
+    """Returns the mean tokens of a batch by some rows of the data; for data that cannot be looked at, the reason."""
+    total, rollouts = 0.0, TokenCount()
     for loader in CombinedLoader(trainer.train_dataloader).flattened:
+        planned = loader.loader if isinstance(loader, PositionedLoader) else loader
+        if isinstance(planned, TrainedPosition):
+            try:
+                with isolated_rng():
+                    most = planned.most_tokens(module.tokenizer)
+            except Exception as error:  # of a template, or a prompt that the loader may skip
+                return f"a prompt cannot be read: {error}"
+            if most is None:
+                return "it is not known how much the environments of a stream, or of several turns, sample"
+            rollouts += most
+            continue
         try:
             rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
             # Whole batches, because rows may belong together, such as the two of a pair.
@@ -177,11 +200,11 @@ def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount |
                 batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
                 counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
         except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # streams and loaders of other kinds
-            return None
+            return "the length of the data, or of its rows, is not known"
         total += sum(counts) / len(counts)
-    tokens = TokenCount(trained=round(total))
+    tokens = rollouts + TokenCount(trained=round(total))
     # A loss of log-probabilities takes a forward pass of its own.
-    return replace(tokens, prefilled=tokens.trained) if module.chosen_route().needs_logprobs else tokens
+    return tokens + TokenCount(prefilled=tokens.trained if module.chosen_route().needs_logprobs else 0)
 
 
 def _read_table(path: Path) -> Mapping[str, Mapping[str, float]]:
@@ -199,10 +222,10 @@ def _check_table(table: Any, where: str) -> Mapping[str, Mapping[str, float]]:
     if not isinstance(table, Mapping) or not table:
         raise InvalidInput(f"CostMonitor: {where} must map names of models to prices, got {table!r}")
     for model, prices in table.items():
-        is_valid = isinstance(prices, Mapping) and set(prices) == set(_KEYS)
+        is_valid = isinstance(prices, Mapping) and set(prices) - {_CACHED} == set(_KEYS)
         if not is_valid or not all(isinstance(each, int | float) and each >= 0 for each in prices.values()):
             raise InvalidInput(
-                f"CostMonitor: {where}: the prices of {model!r} must be numbers named {', '.join(_KEYS)}, in dollars "
-                f"per million tokens, got {prices!r}"
+                f"CostMonitor: {where}: the prices of {model!r} must be numbers named {', '.join(_KEYS)}, and "
+                f"{_CACHED} if it differs, in dollars per million tokens, got {prices!r}"
             )
     return table

@@ -47,6 +47,9 @@ class RolloutData(pl.LightningDataModule):
         batch_size: The number of prompts of a batch.
         group_size: The number of answers to each prompt.
         staleness: The maximum age, in optimizer steps, of the weights that sample a batch.
+        num_epochs: The number of times that each prompt of `train` is visited, after which the fit ends, unless the
+            `max_epochs` or `max_steps` of the trainer end it before. An epoch of the trainer is then one pass over the
+            prompts, whose last batch may be short. None leaves the end to the trainer, and fills every batch.
         epochs: The number of passes over a batch.
         minibatches: The number of optimizer steps into which each pass over a batch is split.
         refill: The number of times at most that groups dropped by a recipe are replaced by further prompts.
@@ -72,6 +75,7 @@ class RolloutData(pl.LightningDataModule):
         batch_size: int = 8,
         group_size: int = 8,
         staleness: int = 0,
+        num_epochs: int | None = None,
         epochs: int = 1,
         minibatches: int = 1,
         refill: int = 0,
@@ -95,7 +99,13 @@ class RolloutData(pl.LightningDataModule):
             "as_text": as_text,
             "system": system,
         }
-        self._training = {"staleness": staleness, "epochs": epochs, "minibatches": minibatches, "refill": refill}
+        self._training = {
+            "staleness": staleness,
+            "num_epochs": num_epochs,
+            "epochs": epochs,
+            "minibatches": minibatches,
+            "refill": refill,
+        }
         self._loaders: dict[str, RolloutLoader] = {}
         # Lightning takes a loader for each method that it finds.
         for part, method in (("train", "train"), ("validation", "val"), ("test", "test")):
@@ -104,13 +114,15 @@ class RolloutData(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Reads the data of a stage.
+        """Reads the data of a stage, and makes the trainer end after `num_epochs`.
 
         Not when Lightning asks for a loader: it patches `DataLoader` meanwhile, and an exception would leave it so.
         """
         for part in {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(stage, ()):
             if self._sources[part] is not None:
                 self._loader(part)
+        if stage == "fit" and "train" in self._loaders and self.trainer is not None:
+            self._loaders["train"].limit_epochs(self.trainer)
 
     def _loader(self, part: str) -> RolloutLoader:
         if part not in self._loaders:

@@ -204,9 +204,8 @@ class PromptSampler:
         prompts = prompts_of(batch, self._rows)
         futures = [client.sample(prompt, num_samples, params) for prompt in prompts]
         responses = [future.result() for future in futures]
-        count = self._lm.handle.remote.tokens
-        count.prefilled += tokens_of(prompts)
-        count.sampled += sum(len(one.tokens) for response in responses for one in response.sequences)
+        for prompt, response in zip(prompts, responses, strict=True):
+            self._lm.handle.remote.tokens.add_samples(tokens_of([prompt]), response)
         try:
             tokenizer = self._rows().tokenizer
         except Exception as error:  # of transformers, of its hub, or of the server

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tinker_lightning.recipes.group_loss import TrainedGroup
-    from tinker_lightning.remote.calls import TokenCount
     from tinker_lightning.rl.trajectory import Group, Trajectory
 
 
@@ -76,14 +75,6 @@ def episode_rows(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]
         for each in group.trajectories
         if each.turns
     ]
-
-
-def count_tokens(groups: Iterable[Group], count: TokenCount) -> None:
-    """Adds the tokens of groups to the count of tokens that a server charges for."""
-    for group in groups:
-        for each in group.trajectories:
-            count.sampled += _sampled(each)
-            count.prefilled += sum(len(turn.prompt_tokens) for turn in each.turns)
 
 
 def sampled_tokens(data: Iterable[Any]) -> int:

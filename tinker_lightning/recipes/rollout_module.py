@@ -10,6 +10,7 @@ import logging
 import math
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from tinker_lightning.recipes.group_loss import GroupLossModule, TrainedGroup
 from tinker_lightning.recipes.references import REFERENCE, References
 from tinker_lightning.rl.environment import SamplerPolicy
 from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
-from tinker_lightning.rl.rollouts import RolloutBatch
+from tinker_lightning.rl.rollouts import RolloutBatch, RolloutLoader
 from tinker_lightning.types import ModelInput, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.rollout_jobs import RolloutJob
-    from tinker_lightning.rl.rollouts import RolloutId, RolloutLoader
+    from tinker_lightning.rl.rollouts import RolloutId
     from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
@@ -71,6 +72,7 @@ class RolloutModule(GroupLossModule):
         self._last_start: float | None = None
         self._last_wait = 0.0
         self._hides_warning = False
+        self._loader: RolloutLoader | None = None  # of the batches that are trained
 
     # Methods to override.
 
@@ -89,6 +91,14 @@ class RolloutModule(GroupLossModule):
         return self.has_trainer and bool(_compat.SHOULD_UPDATE_LOGS.get(self.trainer))
 
     @override
+    def setup(self, stage: str) -> None:
+        """Makes the trainer end after the epochs of a `RolloutLoader`, before schedulers ask how long training is."""
+        super().setup(stage)
+        source = _compat.TRAIN_SOURCE.get(self.trainer) if stage == "fit" else None
+        if isinstance(source, RolloutLoader):
+            source.limit_epochs(self.trainer)
+
+    @override
     def on_fit_start(self) -> None:
         """Starts to measure the time between batches."""
         self._last_start = None
@@ -98,12 +108,13 @@ class RolloutModule(GroupLossModule):
         """Waits for the groups of a batch and returns their loss; None if all were dropped."""
         began = time.monotonic()
         self._check_batch(batch)
-        loader = batch.loader
+        loader = self._loader = batch.loader
+        loader.limit_epochs(self.trainer)
         batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
         loader.follow(batch.id, lambda: batches.processed)
         loader.admit(self._progress(loader, batch.id, batch_idx).limit(loader.staleness), self._policy)
         job = loader.job(batch.job)
-        if not job.planned:
+        if not batch.slots(job):
             self._hide_warning_of_none()
             return None
         received = self._receive(batch, job, batch.slots(job))
@@ -126,6 +137,13 @@ class RolloutModule(GroupLossModule):
     def _hide_warning_of_none(self) -> None:
         """Keeps Lightning from warning about this batch, which `groups/skipped_steps` counts."""
         self._hides_warning |= _compat.hide_warning_of_none()
+
+    @override
+    def on_train_end(self) -> None:
+        """Stops sampling, and counts what was sampled ahead and is not trained, because the fit ends early."""
+        if self._loader is not None:
+            unused, self._loader = self._loader.stop(), None
+            self.lm.handle.remote.tokens += replace(unused, discarded=unused.sampled)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -172,7 +190,8 @@ class RolloutModule(GroupLossModule):
         job = batch.loader.evaluate(batch_idx, self._policy())
         arrived = dict(job.receive(range(job.planned), self.lm.handle.remote.while_waiting))
         groups = [arrived[slot] for slot in sorted(arrived)]
-        rollout_metrics.count_tokens(groups, self.lm.handle.remote.tokens)
+        remote = self.lm.handle.remote
+        remote.tokens = sum((group.tokens for group in groups), start=remote.tokens)
         for name, (value, count) in rollout_metrics.reward_metrics(groups).items():
             self.log(f"{stage}_{name}", value, batch_size=count, prog_bar=name == "reward")
 
@@ -228,10 +247,10 @@ class RolloutModule(GroupLossModule):
         remote, received = self.lm.handle.remote, {}
         for slot, group in job.receive(slots, remote.while_waiting):
             self._check_version(batch, group)
-            if batch.part < batch.loader.minibatches:  # in its first epoch
-                rollout_metrics.count_tokens([group], remote.tokens)
             advantages = None if group.failed else self.advantages(group)
             one = received[slot] = TrainedGroup(group, advantages, remote.steps)
+            if batch.part < batch.loader.minibatches:  # in its first epoch
+                remote.tokens += replace(group.tokens, discarded=max(0, group.tokens.sampled - one.tokens))
             if not one.dropped:
                 self.request(group, one.data)
                 if self.chosen_route().needs_logprobs:

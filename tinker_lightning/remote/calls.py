@@ -112,11 +112,33 @@ class Step:
 
 @dataclass(slots=True)
 class TokenCount:
-    """Tokens by what servers charge for: passes with a gradient, passes without one and prompts, and samples."""
+    """Tokens by what servers charge for.
+
+    Attributes:
+        trained: Tokens of passes with a gradient.
+        prefilled: Tokens of passes without one, and of prompts.
+        sampled: Tokens that were generated.
+        cached: The part of `prefilled` that the server still had in its cache.
+        discarded: The part of `sampled` that was sampled for training, and is not trained.
+    """
 
     trained: int = 0
     prefilled: int = 0
     sampled: int = 0
+    cached: int = 0
+    discarded: int = 0
+
+    @property
+    def uncached(self) -> int:
+        """The part of `prefilled` that the server has computed."""
+        return self.prefilled - self.cached
+
+    def add_samples(self, prompt: int, response: Any) -> None:
+        """Adds the samples of a request, and the tokens of its prompt."""
+        self.prefilled += prompt
+        # Samples of the official SDK before 0.38 lack the field.
+        self.cached += min(prompt, getattr(response, "prompt_cache_hit_tokens", 0))
+        self.sampled += sum(len(one.tokens) for one in response.sequences)
 
     def __add__(self, other: TokenCount) -> TokenCount:
         return TokenCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -16,6 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, RolloutFailed, Unsupported
+from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.trajectory import Completion, Trajectory, Turn
 from tinker_lightning.rows.formats import PromptLike, RowFormat, is_chat
@@ -66,6 +67,11 @@ class Environment(ABC):
             raise RolloutFailed(f"write `async def rollout(self, policy)` in {type(self).__name__}, without yield")
         return await gather(rollouts)
 
+    def most_tokens(self, tokenizer: Any, params: SamplingParams, group_size: int) -> TokenCount | None:
+        """Returns the most tokens that a group takes, for estimates of costs; None if that is not known."""
+        del tokenizer, params, group_size
+        return None
+
 
 class PromptEnvironment(Environment):
     """A prompt to answer in one turn. A group of answers takes one request.
@@ -110,6 +116,15 @@ class PromptEnvironment(Environment):
         prompt = self._reward_prompt(tokens, policies[0].tokenizer)
         return await gather([self._score(tokens, prompt, each) for each in completions])
 
+    @override
+    def most_tokens(self, tokenizer: Any, params: SamplingParams, group_size: int) -> TokenCount | None:
+        """Returns the tokens of answers that are all as long as `max_tokens` allows; None without that limit."""
+        prompt, most = len(self.prompt_tokens(tokenizer)), (self.params or params).max_tokens
+        if most is None:
+            return None
+        # The last token is only a target.
+        return TokenCount(group_size * (prompt + most - 1), prompt, group_size * most)
+
     async def _score(self, tokens: list[int], prompt: Any, completion: Completion) -> Trajectory:
         columns = {name: value for name, value in self.row.items() if name != "prompt"}
         reward, rewards = await self.rewards.score(prompt, completion.text, columns)
@@ -138,6 +153,7 @@ class SamplerPolicy:
         self.tokenizer = sampler.get_tokenizer() if tokenizer is None else tokenizer
         self.version = version
         self.params = params or SamplingParams()
+        self.tokens = TokenCount()  # of all its requests
 
     async def sample(
         self, prompt: Prompt, *, num_samples: int = 1, params: SamplingParams | None = None
@@ -147,6 +163,7 @@ class SamplerPolicy:
         if not len(tokens):
             raise InvalidInput("the prompt is empty; it needs at least one token")
         response = await self.sampler.sample(ModelInput.from_ints(tokens), num_samples, params or self.params)
+        self.tokens.add_samples(len(tokens), response)
         return [self.completion(sequence) for sequence in response.sequences]
 
     def completion(self, sequence: Any) -> Completion:

@@ -27,6 +27,7 @@ from tinker_lightning.errors import (
     Unauthorized,
     Unsupported,
 )
+from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.rl.environment import SamplerPolicy
 from tinker_lightning.rl.trajectory import Group, Trajectory
 from tinker_lightning.threads.background import run_on_loop, seconds_blocked
@@ -163,7 +164,8 @@ class Sampling:
             reason = f"did not end within {self.timeout} s" if took_too_long else reason
             if self.on_error == "skip":
                 self._report(task, reason)
-                return Group(task, [], source.version, time.monotonic() - began, failed=reason)
+                seconds = time.monotonic() - began
+                return Group(task, [], source.version, seconds, failed=reason, tokens=_count_tokens(policies))
             if isinstance(error, RewardFailed):
                 raise
             name = type(task.environment).__name__
@@ -171,7 +173,7 @@ class Sampling:
                 f"prompt {task.index} ({name}): {reason.rstrip('.')}. Pass on_error='skip' to RolloutLoader to leave "
                 "out and count such prompts."
             ) from error
-        return Group(task, trajectories, source.version, time.monotonic() - began)
+        return Group(task, trajectories, source.version, time.monotonic() - began, tokens=_count_tokens(policies))
 
     def _report(self, task: Task, reason: str) -> None:
         name = type(task.environment).__name__
@@ -241,11 +243,15 @@ class RolloutJob:
                 "asyncio.to_thread(function) for a function that blocks."
             )
 
-    def stop(self) -> None:
-        """Cancels running rollouts and drops the groups that have arrived."""
-        for future in self._running.values():
-            future.cancel()
+    def stop(self) -> TokenCount:
+        """Cancels running rollouts and drops the groups that have arrived; returns the tokens that nobody has received.
+
+        The tokens of a rollout that is cancelled are not known.
+        """
+        running = [future for future in self._running.values() if not future.cancel()]
+        dropped = [future.result().tokens for future in running if future.exception() is None]
         self._running, self.groups = {}, {}
+        return sum(dropped, start=TokenCount())
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -290,6 +296,10 @@ def derive_seed(*parts: int) -> int:
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 33
+
+
+def _count_tokens(policies: Iterable[SamplerPolicy]) -> TokenCount:
+    return sum((policy.tokens for policy in policies), start=TokenCount())
 
 
 def _check_episodes(episodes: Any, count: int) -> None:

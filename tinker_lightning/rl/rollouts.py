@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.lightning.checkpoint.loaders import TrainedPosition
+from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.remote.saved_state import check_keys
 from tinker_lightning.rl.rewards import Rewards
 from tinker_lightning.rl.rollout_jobs import OnError, PolicySource, RolloutJob, Sampling
@@ -24,8 +25,13 @@ from tinker_lightning.types import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    import lightning.pytorch as pl
+
 RolloutId: TypeAlias = int
 """The number of a batch in the run, counted over all epochs and minibatches."""
+
+# The number of prompts that an estimate of tokens looks at.
+_LOOKED_AT = 32
 
 _SAVED = ("group_size", "batch_size", "epochs", "minibatches")
 _KEYS = ("rollout_id", "tasks", "pending", "next_job", "skipped_steps", "settings")
@@ -43,12 +49,14 @@ class RolloutLoader(TrainedPosition):
     Args:
         prompts: Prompts or environments. A prompt is a text, a chat, or a dict with `prompt` or `messages`, whose other
             columns go to the rewards. With a length, prompts are shuffled again for each pass, and every batch is
-            full; without, they are taken in their order.
+            full unless `num_epochs` is set; without, they are taken in their order.
         rewards: A reward, several, or `Rewards`, for prompts. Environments have their own.
         group_size: The number of episodes of each prompt.
         batch_size: The number of prompts of a batch.
         staleness: The maximum age, in optimizer steps, of the weights that sample a batch.
         sampling_params: The sampling parameters; without a seed.
+        num_epochs: The number of times that each prompt is visited, after which the fit ends. An epoch of the trainer
+            is then one pass over the prompts, whose last batch may be short. None leaves the end to the trainer.
         epochs: The number of passes over a batch.
         minibatches: The number of optimizer steps into which each pass over a batch is split.
         refill: The number of times at most that groups dropped by a recipe are replaced by further prompts.
@@ -69,6 +77,7 @@ class RolloutLoader(TrainedPosition):
         batch_size: int = 8,
         staleness: int = 0,
         sampling_params: SamplingParams | None = None,
+        num_epochs: int | None = None,
         epochs: int = 1,
         minibatches: int = 1,
         refill: int = 0,
@@ -84,13 +93,19 @@ class RolloutLoader(TrainedPosition):
         self.group_size = group_size
         self.batch_size = batch_size
         self.staleness = staleness
+        self.num_epochs = num_epochs
         self.epochs = epochs
         self.minibatches = minibatches
         self.refill = refill
         self.sampling = Sampling(group_size, sampling_params or SamplingParams(), seed, timeout, on_error)
         self._check_settings()
         self._tasks = create_tasks(
-            prompts, rewards, seed, shuffle=shuffle, options={"as_text": as_text, "system": system}
+            prompts,
+            rewards,
+            seed,
+            shuffle=shuffle,
+            whole_passes=num_epochs is not None,
+            options={"as_text": as_text, "system": system},
         )
         self._jobs: dict[int, RolloutJob] = {}
         self._next_job = 0
@@ -118,7 +133,10 @@ class RolloutLoader(TrainedPosition):
         return self.epochs * self.minibatches
 
     def __len__(self) -> int:
-        """The number of batches that Lightning counts as an epoch; each prompt is visited once in about that many."""
+        """The number of batches that Lightning counts as an epoch.
+
+        With `num_epochs`, it visits each prompt once; otherwise it starts the next pass, too, to fill the last batch.
+        """
         if not isinstance(self._tasks, SizedTasks):
             raise TypeError("the prompts of this RolloutLoader have no length")
         return math.ceil(len(self._tasks.rows) / self.batch_size) * self.steps_per_batch
@@ -139,6 +157,33 @@ class RolloutLoader(TrainedPosition):
         while self._has(rollout_id):
             yield RolloutBatch(self, rollout_id)
             rollout_id += 1
+
+    def limit_epochs(self, trainer: pl.Trainer) -> None:
+        """Makes a trainer end after `num_epochs`, unless it ends before."""
+        most = trainer.max_epochs
+        if self.num_epochs is not None and (most is None or most == -1 or most > self.num_epochs):
+            trainer.fit_loop.max_epochs = self.num_epochs
+
+    @override
+    def most_tokens(self, tokenizer: Any) -> TokenCount | None:
+        """Returns the tokens of an average batch if every answer is as long as it may be; None if that is not known."""
+        if not isinstance(self._tasks, SizedTasks):
+            return None
+        rows, total = len(self._tasks.rows), TokenCount()
+        numbers = range(0, rows, math.ceil(rows / _LOOKED_AT))
+        for number in numbers:
+            environment = self._tasks.at(number).environment
+            group = environment.most_tokens(tokenizer, self.sampling.params, self.group_size)
+            if group is None:
+                return None
+            total += group
+        groups = self.batch_size if self.num_epochs is None else rows / math.ceil(rows / self.batch_size)
+        share = groups / len(numbers) / self.steps_per_batch
+        return TokenCount(
+            trained=round(share * self.epochs * total.trained),
+            prefilled=round(share * (1 + self.refill) * total.prefilled),
+            sampled=round(share * (1 + self.refill) * total.sampled),
+        )
 
     # The methods that a recipe calls.
 
@@ -184,15 +229,20 @@ class RolloutLoader(TrainedPosition):
             self._add_job([])
         return self._jobs[number]
 
-    def stop(self) -> None:
-        """Cancels all rollouts; rollouts of batches that have not been trained start again when they are due."""
+    def stop(self) -> TokenCount:
+        """Cancels all rollouts; rollouts of batches that have not been trained start again when they are due.
+
+        Returns the tokens of groups that had arrived, and that nobody has received.
+        """
+        unused = TokenCount()
         trained = self.position()
         self._first_id, self._followed = trained, None
         for number, job in list(self._jobs.items()):
             if number < trained // self.steps_per_batch:
                 del self._jobs[number]
             elif number > trained // self.steps_per_batch or trained % self.steps_per_batch == 0:
-                job.stop()
+                unused += job.stop()
+        return unused
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -246,7 +296,9 @@ class RolloutLoader(TrainedPosition):
         state = state.get("inner", state)  # as the strategy saves it
         check_keys(state, "the state of the RolloutLoader", _KEYS)
         for name, value in self._settings().items():
-            if (saved := state["settings"].get(name)) != value:
+            saved = state["settings"].get(name)
+            is_another_limit = name == "num_epochs" and None not in (saved, value)
+            if saved != value and not is_another_limit:
                 raise InvalidInput(
                     f"the checkpoint was saved with {name}={saved}, but this RolloutLoader has {name}={value}. Resume "
                     "with the settings that the run was started with."
@@ -275,13 +327,21 @@ class RolloutLoader(TrainedPosition):
                 f"RolloutLoader: a batch of {self.batch_size} prompts cannot be split into {self.minibatches} equal "
                 "minibatches"
             )
+        if self.num_epochs is not None and self.num_epochs < 1:
+            raise InvalidInput(f"RolloutLoader: num_epochs must be at least 1, or None, got {self.num_epochs}")
         if self.refill and self.steps_per_batch > 1:
             raise InvalidInput("RolloutLoader: refill is for batches that are trained once, in one step")
+        if self.refill and self.num_epochs is not None:
+            raise InvalidInput(
+                "RolloutLoader: refill takes further prompts for dropped groups, so num_epochs cannot count how often "
+                "each is visited. Leave one of them out, and end training with max_steps."
+            )
         if self.sampling.params.seed is not None:
             raise InvalidInput("RolloutLoader: leave the seed out of sampling_params and pass seed=... to the loader")
 
-    def _settings(self) -> dict[str, int]:
-        return {**{name: getattr(self, name) for name in _SAVED}, "seed": self.sampling.seed}
+    def _settings(self) -> dict[str, int | None]:
+        own = {name: getattr(self, name) for name in (*_SAVED, "num_epochs")}
+        return {**own, "seed": self.sampling.seed}
 
     def _add_job(self, tasks: list[Task]) -> RolloutJob:
         job = self._jobs[self._next_job] = RolloutJob(tasks, len(tasks))

@@ -40,18 +40,26 @@ class Task:
 
 
 class SizedTasks:
-    """Tasks of data with a length, in a new order for each pass; no batch is shorter than the others."""
+    """Tasks of data with a length, in a new order for each pass.
 
-    def __init__(self, rows: Sequence[Any], wrap: Callable[[Any], Environment], seed: int, shuffle: bool) -> None:
+    With `whole_passes`, what is taken at once ends with the pass; otherwise it continues with the next one.
+    """
+
+    def __init__(
+        self, rows: Sequence[Any], wrap: Callable[[Any], Environment], seed: int, *, shuffle: bool, whole_passes: bool
+    ) -> None:
         self.rows = rows
         self._wrap = wrap
         self._seed = seed
         self._shuffle = shuffle
+        self._whole_passes = whole_passes
         self._next = 0
         self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
 
     def take(self, count: int) -> list[Task]:
         """Returns the next tasks."""
+        if self._whole_passes:
+            count = min(count, len(self.rows) - self._next % len(self.rows))
         numbers = range(self._next, self._next + count)
         self._next += count
         return [self.at(number) for number in numbers]
@@ -145,7 +153,7 @@ class StreamedTasks:
 
 
 def create_tasks(
-    items: Iterable[Any], rewards: Any, seed: int, *, shuffle: bool, options: dict[str, Any]
+    items: Iterable[Any], rewards: Any, seed: int, *, shuffle: bool, whole_passes: bool, options: dict[str, Any]
 ) -> SizedTasks | StreamedTasks:
     """Creates the tasks of environments, or of rows of prompts, which `rewards` score."""
 
@@ -162,7 +170,7 @@ def create_tasks(
     if not len(items):  # type: ignore[arg-type]
         raise InvalidInput("RolloutLoader: there are no prompts")
     _check_all(items if isinstance(items, Sequence) else [items[0]], rewards)  # type: ignore[index]
-    return SizedTasks(items, wrap, seed, shuffle)  # type: ignore[arg-type]
+    return SizedTasks(items, wrap, seed, shuffle=shuffle, whole_passes=whole_passes)  # type: ignore[arg-type]
 
 
 def _check_all(items: Sequence[Any], rewards: Any) -> None:

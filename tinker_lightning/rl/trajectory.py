@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.types import Datum, ModelInput
 from tinker_lightning.types.model_input import token_array
 
@@ -194,19 +195,27 @@ class Group:
         version: The number of optimizer steps taken by the weights that sampled it.
         seconds: The time that sampling and scoring took.
         failed: The reason why there are no episodes; empty if there are.
+        tokens: The tokens that were sampled, also for episodes that have failed, and their prompts.
     """
 
     # Not a dataclass: Lightning would rebuild it when it moves a batch to a device.
-    __slots__ = ("failed", "old_logprobs", "seconds", "task", "trajectories", "version")
+    __slots__ = ("failed", "old_logprobs", "seconds", "task", "tokens", "trajectories", "version")
 
     def __init__(
-        self, task: Task, trajectories: Sequence[Trajectory], version: int, seconds: float = 0.0, failed: str = ""
+        self,
+        task: Task,
+        trajectories: Sequence[Trajectory],
+        version: int,
+        seconds: float = 0.0,
+        failed: str = "",
+        tokens: TokenCount | None = None,
     ) -> None:
         self.task = task
         self.trajectories = list(trajectories)
         self.version = version
         self.seconds = seconds
         self.failed = failed
+        self.tokens = tokens or TokenCount()
         # The log-probabilities of its datums when it was first trained, if the loss needs them later.
         self.old_logprobs: list[torch.Tensor] | None = None
 
@@ -221,6 +230,7 @@ class Group:
             "trajectories": [each.to_state() for each in self.trajectories],
             "version": self.version,
             "failed": self.failed,
+            "tokens": asdict(self.tokens),
             "old_logprobs": self.old_logprobs,
         }
 
@@ -228,7 +238,8 @@ class Group:
     def from_state(cls, task: Task, state: dict[str, Any]) -> Group:
         """Returns the group that `to_state` was called on."""
         trajectories = [Trajectory.from_state(each) for each in state["trajectories"]]
-        group = cls(task, trajectories, state["version"], failed=state["failed"])
+        tokens = TokenCount(**state["tokens"])
+        group = cls(task, trajectories, state["version"], failed=state["failed"], tokens=tokens)
         group.old_logprobs = state["old_logprobs"]
         return group
 

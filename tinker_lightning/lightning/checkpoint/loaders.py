@@ -26,6 +26,8 @@ from tinker_lightning.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from tinker_lightning.remote.calls import TokenCount
+
 
 _END = object()
 _SET_BY_LIGHTNING = ("worker_init_fn", "_iterator")
@@ -172,6 +174,11 @@ class TrainedPosition(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position at which the next `iter` starts."""
+
+    def most_tokens(self, tokenizer: Any) -> TokenCount | None:
+        """Returns the most tokens that an average batch takes, without forward passes; None if that is not known."""
+        del tokenizer
+        return None
 
 
 class PositionedLoader(_Wrapper):
