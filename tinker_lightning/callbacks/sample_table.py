@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import GeneratingCallback, logged_step, prompt_text, require_remote
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.logged_rows import keep_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +38,7 @@ class SampleTable(GeneratingCallback):
         sampling_params: How tokens are chosen; by default greedily, up to 64.
         num_samples: The number of continuations of each prompt to sample.
         path: The CSV file; by default `<name>.csv` in the folder of the `CSVLogger`, if there is one. A resumed run
-            removes the rows of steps that it takes again.
+            removes the rows of steps that it takes again, and keeps a copy of the file.
         console: Whether to print the completions.
     """
 
@@ -128,7 +129,10 @@ class SampleTable(GeneratingCallback):
             return []
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))[1:]
-        return [row for row in rows if int(row[0]) <= self._last_step and int(row[0]) < step]
+        earlier = [row for row in rows if int(row[0]) <= self._last_step and int(row[0]) < step]
+        if 0 < len(earlier) < len(rows):  # otherwise nothing is dropped, or the fit is not resumed
+            keep_copy(str(path), self._last_step)
+        return earlier
 
 
 def _markdown(columns: list[str], rows: list[list[Any]]) -> str:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from tinker_lightning.errors import LossWithoutGradient, TinkerLightningError, Unsupported
-from tinker_lightning.lightning import _compat, checks, wandb_runs
+from tinker_lightning.lightning import _compat, checks, logged_rows, wandb_runs
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
@@ -50,7 +51,7 @@ def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(trainer, module))
     _compat.ignore_own_warnings(module)
-    _compat.when_selected(trainer, lambda path: wandb_runs.adopt(trainer, path))
+    _compat.when_selected(trainer, functools.partial(_continue_logs, trainer))
 
 
 def detach(trainer: pl.Trainer) -> None:
@@ -194,7 +195,10 @@ class RemoteHooks(pl.Callback):
         """Reads the window, in case the module overrides `on_load_checkpoint` without calling `super()`."""
         file = self._module.checkpoint_file
         self._module._loaded_window = read_window(checkpoint, file)
-        wandb_runs.warn_if_other(trainer, checkpoint.get(SECTION, {}), file)
+        if trainer.state.fn == TrainerFn.FITTING:
+            section, step = checkpoint.get(SECTION, {}), checkpoint["global_step"]  # the trainer's follows
+            wandb_runs.warn_if_other(trainer, section, file, step)
+            logged_rows.drop_later_rows(trainer, section, file, step)
 
     @override
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -230,6 +234,13 @@ class RemoteHooks(pl.Callback):
             self._terminated = time.monotonic()
         elif time.monotonic() - self._terminated > LAST_WAIT:
             raise SIGTERMException
+
+
+def _continue_logs(trainer: pl.Trainer, file: Any) -> None:
+    """Makes the loggers of a fit continue the runs of its checkpoint, before Lightning starts them."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        wandb_runs.adopt(trainer, file)
+        logged_rows.reopen_csv(trainer)
 
 
 def model_settings(module: RemoteModule) -> dict[str, Any]:

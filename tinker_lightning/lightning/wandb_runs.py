@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.trainer.states import TrainerFn
 
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.checkpoint.format import read_runs, read_section
@@ -29,30 +28,30 @@ def describe(trainer: pl.Trainer) -> list[dict[str, str]]:
 def adopt(trainer: pl.Trainer, file: Any) -> None:
     """Makes loggers without an id of their own continue the runs that the checkpoint of a fit names."""
     loggers = _loggers(trainer)
-    if not loggers or trainer.state.fn != TrainerFn.FITTING:
+    if not loggers:
         return
     try:
         runs = read_runs(read_section(trainer.strategy.checkpoint_io.load_checkpoint(file), file), file)
     except Exception:  # raised again when Lightning loads the file
         return
     for each, run in zip(loggers, runs, strict=False):
-        # Set if a run is under way, or if the user has chosen one.
+        settings = _compat.WANDB_INIT.get(each)
+        # Set if a run is under way, or if the user has chosen one, or a row of one.
         has_id = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
+        has_id = has_id or bool(settings.get("resume_from") or settings.get("fork_from"))
         if not has_id and each.name == run["project"]:
-            _compat.WANDB_INIT.get(each)["id"] = run["id"]
+            settings["id"] = run["id"]
 
 
-def warn_if_other(trainer: pl.Trainer, section: dict[str, Any], file: object) -> None:
+def warn_if_other(trainer: pl.Trainer, section: dict[str, Any], file: object, step: int) -> None:
     """Warns if a resumed fit logs to other runs than the one that it resumes."""
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
     for each, state in zip(_loggers(trainer), read_runs(section, file), strict=False):
         project, run = state["project"], state["id"]
         if (str(each.name), str(each.version)) != (project, run):
             logger.warning(
                 "the fit resumes at step %d, but the steps before are in the W&B run %s of project %s, and this one "
                 "logs to %s of %s. To continue that run, pass WandbLogger(id=%r, project=%r).",
-                trainer.global_step,
+                step,
                 run,
                 project,
                 each.version,

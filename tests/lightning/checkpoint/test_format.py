@@ -80,11 +80,12 @@ def test_the_keys_of_a_file_are_those_declared(
     (loader,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     (resting,) = torch.load(end, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     parts: dict[str, Iterable[str]] = {
-        "section": section.keys() - {"wandb"},
+        "section": section.keys() - {"wandb", "rows"},
         "call": calls[True],
         "server call": calls[False],
         "datum": calls[True]["datums"][0],
         "run": section["wandb"][0],
+        "rows": section["rows"],
         "position": section["strategy"],
         "rng": section["strategy"]["rng"],
         "loops": loops,

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import _compat, wandb_runs
+from tinker_lightning.lightning import _compat, logged_rows, wandb_runs
 from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import capture_rng
 from tinker_lightning.remote.calls import Call, ServerCall
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def add_section(checkpoint: dict[str, Any], module: RemoteModule) -> None:
-    """Adds the accumulation window of a module to a checkpoint, and the W&B runs that it logs to.
+    """Adds the accumulation window of a module to a checkpoint, and how far it has logged to W&B and CSV files.
 
     Arguments that a subclass hard-codes are left out of the hyperparameters, because a load must not pass them again.
     """
@@ -50,6 +50,7 @@ def add_section(checkpoint: dict[str, Any], module: RemoteModule) -> None:
     section["strategy"] = None  # which `TinkerStrategy` fills in
     if module.has_trainer:
         section["wandb"] = wandb_runs.describe(module.trainer)
+        section["rows"] = logged_rows.describe(module.trainer)
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:

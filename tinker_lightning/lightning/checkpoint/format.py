@@ -16,6 +16,7 @@
         ├── local_gradients          the gradients of local parameters in the window, by name
         ├── window_metrics           the metrics of the window's micro-batches, each with its number of datums
         ├── wandb                    a "run" for each W&B logger
+        ├── rows                     the number of "rows" logged so far, by the names of CSV files and the ids of runs
         └── strategy                 the "position", or None if the trainer has another strategy
             ├── rng                  "rng"
             └── loop_position        "loops", with the "epoch" metrics
@@ -55,11 +56,12 @@ WINDOW = ("windows", "local_gradients", "window_metrics")
 """The keys of the accumulation window in the section."""
 
 KEYS = {
-    "section": ("version", *WINDOW, "strategy"),  # and "wandb" if there is a trainer
+    "section": ("version", *WINDOW, "strategy"),  # and "wandb" and "rows" if there is a trainer
     "call": ("loss", "datums", "gradients"),
     "server call": ("loss", "datums", "gradients", "config", "added", "inputs"),
     "datum": ("rest", "inputs"),
     "run": ("project", "id"),
+    "rows": ("csv", "wandb"),
     "position": ("rng", "loop_position"),
     "rng": ("torch", "numpy", "python"),
     "loops": (
@@ -145,6 +147,13 @@ def read_runs(section: Mapping[str, Any], file: object) -> list[dict[str, str]]:
     for run in runs:
         check_keys(run, f"a W&B run in {file}", KEYS["run"])
     return runs
+
+
+def read_rows(section: Mapping[str, Any], file: object) -> dict[str, Any]:
+    """Returns how many rows were logged before a checkpoint was saved."""
+    rows: dict[str, Any] = section.get("rows", {"csv": {}, "wandb": {}})
+    check_keys(rows, f"the logged rows in {file}", KEYS["rows"])
+    return rows
 
 
 def check_entry(checkpoint: Mapping[str, Any], file: object, path: str) -> None:
