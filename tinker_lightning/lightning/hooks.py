@@ -198,7 +198,9 @@ class RemoteHooks(pl.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             section, step = checkpoint.get(SECTION, {}), checkpoint["global_step"]  # the trainer's follows
             wandb_runs.warn_if_other(trainer, section, file, step)
-            logged_rows.drop_later_rows(trainer, section, file, step)
+            # Another strategy does not return to the place at which the file was written.
+            is_exact = getattr(trainer.strategy, "strategy_name", "") == "tinker" and bool(section.get("strategy"))
+            logged_rows.drop_later_rows(trainer, section, file, step, logs_again=is_exact)
 
     @override
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:

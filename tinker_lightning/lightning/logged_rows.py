@@ -78,18 +78,24 @@ def reopen_csv(trainer: pl.Trainer) -> None:
         writer.metrics_keys = next(csv.reader(header), [])
 
 
-def drop_later_rows(trainer: pl.Trainer, section: dict[str, Any], file: object, step: int) -> None:
-    """Drops the rows that were logged after a checkpoint; files of other CSV runs are set aside as a whole."""
+def drop_later_rows(trainer: pl.Trainer, section: dict[str, Any], file: object, step: int, *, logs_again: bool) -> None:
+    """Drops the rows that were logged after a checkpoint; files of other CSV runs are set aside as a whole.
+
+    Args:
+        trainer: The trainer, whose fit resumes.
+        section: The section of the checkpoint.
+        file: The file of the checkpoint, for errors.
+        step: The step of the checkpoint.
+        logs_again: Whether the fit also logs the rows of the checkpoint's own step, which follow the checkpoint.
+    """
     saved = read_rows(section, file)
-    # Only this strategy logs the rows of the checkpoint's own step again, which follow the checkpoint.
-    is_exact = section.get("strategy") is not None and trainer.strategy.strategy_name == "tinker"
     for each in _loggers(trainer, CSVLogger):
         rows = saved["csv"].get(_csv_name(each))
-        _cut_csv(_csv_file(each), Cut(rows or 0, step, -1 if is_exact or rows is None else step))
+        _cut_csv(_csv_file(each), Cut(rows or 0, step, -1 if logs_again or rows is None else step))
     for each in _loggers(trainer, WandbLogger):
         if str(each.version) in saved["wandb"]:
             folder, rows = saved["wandb"][str(each.version)]
-            _drop_wandb(each.experiment, folder, Cut(rows, step, -1 if is_exact else step))
+            _drop_wandb(each.experiment, folder, Cut(rows, step, -1 if logs_again else step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +161,7 @@ def _cut_wandb(file: Path, cut: Cut) -> None:
                     part = file.with_suffix(".part")
                     part.write_bytes(log[:start])
                     # Not a copy: W&B's own process may still be writing the end of the file.
-                    file.rename(_name_of_copy(*url_to_fs(str(file)), cut.step))
+                    file.rename(_name_of_copy(str(file), cut.step))
                     part.rename(file)
                     return
                 count += 1
@@ -184,10 +190,11 @@ def wandb_records(log: bytes) -> Iterator[tuple[int, bytes]]:
 def keep_copy(file: str, step: int) -> None:
     """Copies a file from which a resumed run drops rows."""
     fs, path = url_to_fs(file)
-    fs.copy(path, _name_of_copy(fs, path, step))
+    fs.copy(path, _name_of_copy(file, step))
 
 
-def _name_of_copy(fs: AbstractFileSystem, path: str, step: int) -> str:
+def _name_of_copy(file: str, step: int) -> str:
+    fs, path = url_to_fs(file)
     name = copy = f"{path}.before-resume-at-{step}"
     number = 1
     while fs.exists(copy):
