@@ -71,7 +71,7 @@ def steps_of(rows: list[dict[str, Any]], name: str, step: str = "step") -> list[
 
 @pytest.mark.parametrize(("strategy", "kind"), diagonal(["tinker", "auto"], [OnServer, RemoteModule]))
 def test_a_csv_file_has_each_row_once(
-    service: ServiceClient, tmp_path: Path, strategy: str, kind: type[RemoteModule]
+    service: ServiceClient, tmp_path: Path, strategy: str, kind: type[RemoteModule], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the strategy, which logs the row of the checkpoint's own step again, that row stays."""
     file, copy = tmp_path / "run/a/metrics.csv", tmp_path / f"run/a/metrics.csv.before-resume-at-{RESUMED}"
@@ -81,6 +81,7 @@ def test_a_csv_file_has_each_row_once(
     assert steps_of(rows_in(file), "train_loss")[-1] > RESUMED
     fit(service, tmp_path, CSVLogger(tmp_path, "run", "a"), strategy=strategy, kind=kind)
     assert copy.read_bytes() == before
+    assert f"Rows after step {RESUMED} are dropped from {file}, because they are logged again; {copy}" in caplog.text
     whole, resumed = rows_in(tmp_path / "whole/a/metrics.csv"), rows_in(file)
     assert steps_of(resumed, "val_loss") == [3, 7]
     for name in whole[0].keys() - {"step"}:

@@ -23,6 +23,7 @@ import wandb
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_info
 from wandb.proto import wandb_internal_pb2
 
 from tinker_lightning.lightning.checkpoint.format import read_rows
@@ -200,7 +201,7 @@ def _name_of_copy(file: str, step: int) -> str:
     while fs.exists(copy):
         number += 1
         copy = f"{name}-{number}"
-    logger.info("rows after step %d are dropped from %s, because they are logged again; %s has them", step, path, copy)
+    rank_zero_info(f"Rows after step {step} are dropped from {path}, because they are logged again; {copy} has them.")
     return copy
 
 

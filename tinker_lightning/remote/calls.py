@@ -137,7 +137,7 @@ class TokenCount:
         """Adds the samples of a request, and the tokens of its prompt."""
         self.prefilled += prompt
         # Samples of the official SDK before 0.38 lack the field.
-        self.cached += min(prompt, getattr(response, "prompt_cache_hit_tokens", 0))
+        self.cached += min(prompt, getattr(response, "prompt_cache_hit_tokens", None) or 0)
         self.sampled += sum(len(one.tokens) for one in response.sequences)
 
     def __add__(self, other: TokenCount) -> TokenCount:
