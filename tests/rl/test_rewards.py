@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from asyncio import CancelledError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,6 +119,35 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "returned inf; return a finite number": returning({"part": math.inf}),
     "the row has no 'answer', only a prompt": answered,
 }
+
+
+class Odd(BaseException):
+    """An exception that `except Exception` does not catch."""
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), Odd("odd"), CancelledError()])
+def test_any_exception_is_named(error: BaseException, is_async: bool) -> None:
+    def reward(prompt: str, completion: str) -> float:
+        raise error
+
+    async def async_reward(prompt: str, completion: str) -> float:
+        raise error
+
+    # Python turns a StopIteration of a coroutine into a RuntimeError.
+    with pytest.raises(RewardFailed, match=f"^reward 'mine' raised .*{type(error).__name__}"):
+        score(Rewards({"mine": async_reward if is_async else reward}))
+
+
+def test_a_cancelled_score_stays_cancelled() -> None:
+    async def cancel() -> None:
+        task = asyncio.create_task(Rewards(slow_async).score("2 + 2?", "four"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(CancelledError):
+        asyncio.run(cancel())
 
 
 @pytest.mark.parametrize("fault", FAULTS)

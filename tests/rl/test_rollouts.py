@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +230,68 @@ class Returning(Environment):
 
     async def group(self, policies: Sequence[Policy]) -> list[Trajectory]:
         return self.result(policies) if callable(self.result) else self.result  # type: ignore[no-any-return]
+
+
+class Exiting(Environment):
+    """Raises in a task of its own, as a tool that is called might."""
+
+    def __init__(self, error: type[BaseException] | None) -> None:
+        self.error = error
+
+    async def rollout(self, policy: Policy) -> Trajectory:
+        del policy
+
+        async def tool() -> float:
+            if self.error is not None:
+                raise self.error("enough")
+            return 1.0
+
+        (reward,) = await asyncio.gather(tool())
+        return Trajectory([], reward)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_no_exception_ends_the_loop_of_all_rollouts(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    environments = [Exiting(error), Exiting(None)]
+    options: dict[str, Any] = {"group_size": 2, "batch_size": 2, "shuffle": False}
+    loader = RolloutLoader(environments, **options)
+    loader.admit(1, lambda: PolicySource(0, _nothing(), object()))
+    with pytest.raises(RuntimeError, match=rf"prompt 0.*{error.__name__}"):
+        arrived(loader, 0)
+    if error is not GeneratorExit:  # which also ends a coroutine that is no longer needed
+        skipping = RolloutLoader(environments, on_error="skip", **options)
+        skipping.admit(1, lambda: PolicySource(0, _nothing(), object()))
+        assert [group.failed for group in arrived(skipping, 0)] == [f"{error.__name__}: enough", ""]
+        assert f"prompt 0 (Exiting): {error.__name__}: enough; this prompt" in caplog.text
+
+
+@pytest.mark.parametrize("blocks_the_loop", [False, True])
+def test_a_reward_that_hangs_is_named(
+    blocks_the_loop: bool, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("rewards._SLOW_SECONDS", 0.3), ("rollout_jobs._CALLBACK_SECONDS", 0.05)):
+        monkeypatch.setattr(f"tinker_lightning.rl.{name}", seconds)
+    deadline = time.monotonic() + 30
+
+    def judge(prompt: str, completion: str) -> float:
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return 1.0
+
+    async def blocking(prompt: str, completion: str) -> float:
+        return judge(prompt, completion)
+
+    loader = rollouts(rewards={"judge": blocking if blocks_the_loop else judge}, batch_size=1)
+    loader.admit(1, lambda: source_of(service))
+    arrived(loader, 0)
+    first, second = (record.getMessage() for record in caplog.records[:2])
+    count = 1 if blocks_the_loop else 4
+    assert re.match(rf"reward 'judge' has been running for \d+ s; unfinished calls: {count}\. .*timeout=", first)
+    assert "Prompt: 'prompt " in first
+    assert second.startswith("reward 'judge' has been running")
+    assert caplog.records[1].created - caplog.records[0].created >= 0.3
 
 
 WORDS: Any = {"turns": "two"}

@@ -7,12 +7,14 @@ import functools
 import inspect
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tinker_lightning.errors import InvalidInput, InvalidTensor, RewardFailed, check_choice
-from tinker_lightning.threads.background import run_on_thread
+from tinker_lightning.threads.background import is_cancellation, run_on_thread
 from tinker_lightning.types.tensor import as_array
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 RewardFunction: TypeAlias = Callable[..., Any]
 
 logger = logging.getLogger("tinker_lightning.rl")
+
+# The interval, in seconds, at which rewards without a timeout that are still running are logged.
+_SLOW_SECONDS = 30.0
 
 
 class Rewards:
@@ -33,7 +38,7 @@ class Rewards:
     Args:
         functions: A function, several, or a dict of them by name. The default name is the function's.
         weights: The factor of each function's reward, in order or by name; 1 for a function that is not named.
-        timeout: The time in seconds that a function may take; None for any.
+        timeout: The time in seconds that a function may take; None for any, with a warning every 30 s.
         on_error: What to do if a function raises, times out, or returns anything but finite numbers: `raise`
             raises `RewardFailed`; `skip` counts it in `failures`, and the completion is not trained on.
 
@@ -86,27 +91,81 @@ class Rewards:
     async def _call(self, name: str, prompt: Any, completion: str, columns: Mapping[str, Any]) -> dict[str, float]:
         function, wanted = self.functions[name], self._columns[name]
         arguments = dict(columns) if wanted is None else {key: columns[key] for key in wanted if key in columns}
+        call = functools.partial(function, prompt, completion, **arguments)
+        running = _Call(name, prompt, completion)
+        if self.timeout is None:
+            _running.add(running)
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                call = functools.partial(function, prompt, completion, **arguments)
-                is_async = inspect.iscoroutinefunction(function)
-                value = call() if is_async else await asyncio.wrap_future(run_on_thread(call, f"reward {name}"))
+                if inspect.iscoroutinefunction(function):
+                    value = call()
+                else:
+                    outcome = functools.partial(_outcome, call)
+                    value = await asyncio.wrap_future(run_on_thread(outcome, f"reward {name}"))
                 if inspect.isawaitable(value):
                     value = await value
+                if isinstance(value, BaseException):
+                    raise value
             return _numbers(name, value)
         except InvalidTensor as error:
             raise _failure(name, f"returned {error}", prompt, completion) from error
-        except Exception as error:
+        except BaseException as error:
+            if is_cancellation(error):
+                raise
             if limit.expired():
                 raise _failure(name, f"took longer than {self.timeout} s", prompt, completion) from error
             missing = [key for key in wanted or () if key not in columns and isinstance(error, TypeError)]
             hint = f"; the row has no {missing[0]!r}, only {', '.join(columns) or 'a prompt'}" if missing else ""
-            raise _failure(name, f"raised {type(error).__name__}: {error}{hint}", prompt, completion) from error
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise _failure(name, f"raised {text}{hint}", prompt, completion) from error
+        finally:
+            _running.discard(running)
 
     def _count(self, name: str, error: RewardFailed) -> None:
         if not self.failures[name]:
             logger.warning("%s; this completion and other such ones are not trained on", error)
         self.failures[name] += 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    name: str
+    prompt: Any
+    completion: str
+    began: float = field(default_factory=time.monotonic)
+
+
+_running: set[_Call] = set()  # of all `Rewards` without a timeout
+_last_logged = 0.0
+
+
+def log_slow_rewards() -> None:
+    """Logs rewards without a timeout that run for more than 30 s, and again every 30 s; called during waits."""
+    global _last_logged
+    now = time.monotonic()
+    slow = sorted((each for each in list(_running) if now - each.began > _SLOW_SECONDS), key=lambda each: each.began)
+    if not slow or now - _last_logged < _SLOW_SECONDS:
+        return
+    _last_logged = now
+    for name, count in Counter(each.name for each in slow).items():
+        first = next(each for each in slow if each.name == name)
+        logger.warning(
+            "reward %r has been running for %.0f s; unfinished calls: %d. Rewards(..., timeout=...) limits the time of "
+            "a call. Prompt: %.300r. Completion: %.300r",
+            name,
+            now - first.began,
+            count,
+            first.prompt,
+            first.completion,
+        )
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    """Returns the result of a call, or the exception that it raised: asyncio cannot pass on each kind of them."""
+    try:
+        return call()
+    except BaseException as error:
+        return error
 
 
 def no_reward(prompt: Any, completion: str) -> float:

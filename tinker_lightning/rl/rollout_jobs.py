@@ -29,8 +29,9 @@ from tinker_lightning.errors import (
 )
 from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.rl.environment import SamplerPolicy
+from tinker_lightning.rl.rewards import log_slow_rewards
 from tinker_lightning.rl.trajectory import Group, Trajectory
-from tinker_lightning.threads.background import run_on_loop, seconds_blocked
+from tinker_lightning.threads.background import is_cancellation, run_on_loop, seconds_blocked
 from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -158,10 +159,13 @@ class Sampling:
                 _check_episodes(trajectories, self.group_size)
         except _FATAL:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if is_cancellation(error):
+                raise
             took_too_long = isinstance(error, TimeoutError) and limit.expired()
-            reason = str(error) if isinstance(error, RolloutFailed) else f"{type(error).__name__}: {error}"
-            reason = f"did not end within {self.timeout} s" if took_too_long else reason
+            reason = f"did not end within {self.timeout} s" if took_too_long else str(error)
+            if not (took_too_long or isinstance(error, RolloutFailed)):
+                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             if self.on_error == "skip":
                 self._report(task, reason)
                 seconds = time.monotonic() - began
@@ -231,6 +235,7 @@ class RolloutJob:
             if while_waiting is not None:
                 while_waiting()
             if not wait([self._running[slot] for slot in missing], _CALLBACK_SECONDS, FIRST_COMPLETED).done:
+                log_slow_rewards()
                 self._check_loop()
 
     def _check_loop(self) -> None:

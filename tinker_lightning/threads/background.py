@@ -176,6 +176,14 @@ def seconds_blocked() -> float:
     return _Loop.shared().seconds_blocked()
 
 
+def is_cancellation(error: BaseException) -> bool:
+    """Returns whether an error ends the current task from outside, and was not raised by what it awaits."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
 class _Loop:
     """An event loop on its own thread."""
 
@@ -187,8 +195,16 @@ class _Loop:
         self.pid = os.getpid()
         self.step: tuple[str, float] | None = None  # the running coroutine and its start time
         self._pinged: float | None = None  # the time of a ping that it has not answered
-        self.thread = threading.Thread(target=self.loop.run_forever, name=THREAD, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                return self.loop.run_forever()
+            except (KeyboardInterrupt, SystemExit):
+                # Raised by a task, which keeps it as its exception; it ends `run_forever`, but not the other tasks.
+                continue
 
     @classmethod
     def shared(cls) -> _Loop:
@@ -247,9 +263,9 @@ class _InModes(Coroutine[Any, Any, T]):
             self._loop.step = self._name, time.monotonic()
             try:
                 awaited = step()
-            except (KeyboardInterrupt, SystemExit) as error:
-                # Either would stop the loop, and the next caller would wait forever.
-                raise RuntimeError(f"it raised {type(error).__name__}") from error
+            except (GeneratorExit, KeyboardInterrupt, SystemExit) as error:
+                # They would end the caller's process or coroutine, not only what it waits for.
+                raise RuntimeError(f"{self._name or 'a coroutine'} raised {type(error).__name__}") from error
             finally:
                 self._loop.step = None
             self._modes = Modes.current()
