@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import __version__
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
@@ -64,8 +65,9 @@ class Private:
         setattr(attrgetter(owner)(root) if owner else root, name, value)
 
 
-# The first two look public, but are set by connectors and not declared.
+# The first three look public, but are set by connectors and not declared.
 CALLBACKS = Private("Trainer", "callbacks")
+FAST_DEV_RUN = Private("Trainer", "fast_dev_run")
 LOG_EVERY_N_STEPS = Private("Trainer", "log_every_n_steps")
 CURRENT_RESULTS = Private("Trainer", "_results")
 ACCELERATOR_FLAG = Private("Trainer", "_accelerator_connector._accelerator_flag")
@@ -137,6 +139,8 @@ LOGGED_VALUE = Private("_ResultMetric", "value")
 CUMULATED_BATCH_SIZE = Private("_ResultMetric", "cumulated_batch_size")
 FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 
+TRAIN_DESCRIPTION = Private("RichProgressBar", "_get_train_description")
+
 PRINTED_WARNINGS = Private("Closure", "warning_cache")
 
 LAUNCH_SCRIPT = Private("launchers", "_SubprocessScriptLauncher.launch")
@@ -152,6 +156,14 @@ def ignore_own_warnings(module: pl.LightningModule) -> None:
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", module=r"lightning\.pytorch\.utilities\._pytree")
     if type(module).validation_step.__module__.startswith("tinker_lightning."):
         warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+
+
+def hide_unlimited_epochs(trainer: pl.Trainer) -> None:
+    """Keeps a Rich bar from showing `Epoch 3/-2` in a fit without a limit of epochs."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, RichProgressBar):
+        describe = functools.partial(TRAIN_DESCRIPTION.get(type(bar)), bar)
+        TRAIN_DESCRIPTION.set(bar, lambda epoch: describe(epoch).replace("/-2", "   "))
 
 
 # Printed once in a process.

@@ -51,6 +51,7 @@ def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
     detach(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(trainer, module))
     _compat.ignore_own_warnings(module)
+    _compat.hide_unlimited_epochs(trainer)
     _compat.when_selected(trainer, functools.partial(_continue_logs, trainer))
 
 
