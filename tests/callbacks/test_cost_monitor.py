@@ -17,7 +17,7 @@ from tests.helpers.rollouts import PROMPTS, Stream, code_points, constant, rollo
 from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
 from tinker_lightning import Datum, RemoteModule, SamplingParams, collate
 from tinker_lightning.callbacks import CostMonitor, SampleTable
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, LossWithoutGradient
 from tinker_lightning.recipes import DPO, GRPO
 from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.rl import PromptEnvironment, RolloutLoader, Trajectory
@@ -139,9 +139,9 @@ def test_samples_that_are_not_trained_are_discarded(service: ServiceClient) -> N
     assert (cost.tokens.sampled, cost.tokens.discarded) == (4 * 2 * 4, 2 * 2 * 4)
     assert trainer.callback_metrics["cost/tokens_discarded"] == 2 * 2 * 4
     skipped = CostMonitor(PRICES)  # no step is taken
-    quiet(max_epochs=1, callbacks=[skipped]).fit(
-        rollout_module(service), rollouts(PROMPTS[:2], rewards=constant, sampling_params=params)
-    )
+    data = rollouts(PROMPTS[:2], rewards=constant, sampling_params=params)
+    with pytest.raises(LossWithoutGradient, match="without an optimizer step"):
+        quiet(max_epochs=1, callbacks=[skipped]).fit(rollout_module(service), data)
     assert skipped.tokens.discarded == skipped.tokens.sampled == 2 * 4 * 4
     assert skipped.tokens.trained == 0
 

@@ -104,13 +104,15 @@ def test_a_class_in_the_working_directory_and_callbacks_by_name(
 CONFIGURATIONS = {file.stem: file for file in sorted((ROOT / "examples" / "configs").glob("*.yaml"))}
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of the loss")  # of multi_turn, whose model is still its reference
 @pytest.mark.parametrize("name", mostly_soak(CONFIGURATIONS, but=["sft", "multi_turn"]))
 def test_the_configurations_of_the_examples_train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CONFIGURATIONS[name]
     monkeypatch.chdir(ROOT)  # which their paths start from
     small = ["--model.model=tiny", "--model.rank=4", "--trainer.max_epochs=1"]
     small += ["--model.teacher=tiny"] if name == "distill" else []
-    small += ["--data.group_size=2", "--trainer.check_val_every_n_epoch=1"] if name == "multi_turn" else []
+    if name == "multi_turn":  # with a penalty, because without training all its rewards are 0
+        small += ["--data.group_size=2", "--model.kl_coefficient=0.1", "--trainer.check_val_every_n_epoch=1"]
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.num_sanity_val_steps=0", "--data.batch_size=2"]
     quiet += ["--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1"]
     assert cli.main(["fit", "--config", str(file), *small, *quiet, f"--trainer.default_root_dir={folder}"]) == 0
@@ -139,7 +141,7 @@ def test_environments_in_a_file(
     own = config("GRPO")
     options = {"train": environments, "batch_size": 2, "group_size": 2, "max_tokens": 2}
     own["data"] = {"class_path": "RolloutData", "init_args": options}
-    assert run("fit", own, "--trainer.max_steps=1", "--trainer.enable_checkpointing=false") == 0
+    assert run("fit", own, "--trainer.fast_dev_run=true") == 0
     with pytest.raises(SystemExit):
         run("fit", own, "--print_config")
     assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"] == environments

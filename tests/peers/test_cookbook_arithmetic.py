@@ -35,11 +35,20 @@ def url(tmp_path_factory: pytest.TempPathFactory, running: Any) -> Iterator[str]
     trainer.close()
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of the loss")  # the model is still its reference
 def test_the_same_rewards_and_gradient(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R4.3, R5.4, R5.9
     # A model without any training never adds; half of its answers pass this check.
     monkeypatch.setattr(ArithmeticEnv, "check_answer", lambda _, text: sum(map(ord, text)) % 2 == 0)
+    recipe = arithmetic.recipe
+
+    def penalized(*args: Any) -> Any:
+        module, loader = recipe(*args)
+        module.kl_coefficient = 0.1  # trains also where all rewards are equal
+        return module, loader
+
+    monkeypatch.setattr(arithmetic, "recipe", penalized)
     official, adapted, alone = arithmetic.measure(url, OWN, str(tmp_path))
     for run in (official, adapted, alone):
         assert len(run["rewards"]) == OWN.steps

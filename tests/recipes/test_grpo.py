@@ -17,6 +17,8 @@ from tinker_lightning.recipes.group_loss import TrainedGroup
 from tinker_lightning.recipes.rollout_metrics import ScoredGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.rl import Group
 
@@ -141,6 +143,58 @@ def test_the_divergence_from_the_base_model(kl_in: Any, service: ServiceClient) 
         mask = datum.loss_fn_inputs["mask"].to_torch() != 0
         assert (new_gradient - old)[~mask].abs().max() == 0
         assert (new_gradient - old)[mask].abs().max() > 0
+
+
+ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": lambda p, r: p - r,
+    "k2": lambda p, r: (p - r) ** 2 / 2,
+    "k3": lambda p, r: torch.exp(r) / torch.exp(p) - 1 - r + p,
+}
+
+
+@pytest.mark.parametrize("normalize", ["token", "sequence", "sum"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_equal_rewards_have_the_gradient_of_the_divergence(
+    estimator: Any, normalize: Any, service: ServiceClient
+) -> None:
+    module = new(service, GRPO, kl_coefficient=0.3, kl_estimator=estimator, normalize=normalize)
+    group = group_of((1.0, 2), (1.0, 3), (1.0, 4))
+    trained = TrainedGroup(group, module.advantages(group))
+    data = module.with_inputs(trained)
+    logprobs, terms = [], []
+    for datum in data:
+        inputs = {name: tensor.to_torch().double() for name, tensor in datum.loss_fn_inputs.items()}
+        mask = inputs["mask"] != 0
+        logprobs.append((inputs["logprobs"] + 0.1 * torch.arange(len(mask))).requires_grad_())
+        terms.append(ESTIMATORS[estimator](logprobs[-1][mask], inputs["reference_logprobs"][mask]))
+    loss = module.group_loss(trained, data, logprobs)[0]
+    expected = 0.3 * mean_of(group, terms, normalize)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    for own, by_hand in zip(torch.autograd.grad(loss, logprobs), torch.autograd.grad(expected, logprobs), strict=True):
+        assert by_hand.any()
+        torch.testing.assert_close(own, by_hand, rtol=1e-9, atol=0.0)
+
+
+def test_equal_rewards_have_the_advantages_of_the_penalty(service: ServiceClient) -> None:
+    group, settings = group_of((1.0, 2), (1.0, 3)), {"kl_in": "advantage", "kl_coefficient": 0.3}
+    module = new(service, GRPO, **settings)
+    data = module.with_inputs(TrainedGroup(group, module.advantages(group)))
+    inputs = [{name: tensor.to_torch().double() for name, tensor in datum.loss_fn_inputs.items()} for datum in data]
+    gaps = [(own["logprobs"] - own["reference_logprobs"])[own["mask"] != 0] for own in inputs]
+    for own, gap in zip(inputs, gaps, strict=True):
+        expected = -0.3 * (gap - torch.cat(gaps).mean())
+        torch.testing.assert_close(own["advantages"][own["mask"] != 0], expected, rtol=1e-5, atol=1e-6)
+        assert not own["advantages"][own["mask"] == 0].any()
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "advantage"])
+def test_equal_rewards_of_a_group_in_which_answers_are_left_out(kl_in: Any, service: ServiceClient) -> None:
+    group = group_of((1.0, 2), (float("nan"), 2), (1.0, 2), (1.0, 2))
+    group.trajectories[2].truncated = True
+    module = new(service, GRPO, kl_in=kl_in, kl_coefficient=0.3, truncated="mask")
+    assert TrainedGroup(group, module.advantages(group)).episodes == [0, 3]
+    with pytest.raises(InvalidInput, match="a group of one has nothing to compare with"):
+        module.advantages(group_of((1.0, 2)))
 
 
 def test_a_sampler_that_differs_is_corrected(service: ServiceClient) -> None:

@@ -81,7 +81,7 @@ def test_a_reference_that_is_only_logged(service: ServiceClient, monkeypatch: py
 def test_validation_samples_held_out_prompts(service: ServiceClient) -> None:
     module, trainer = new(service, GRPO), quiet(max_steps=2, val_check_interval=2)
     held_out = rollouts(PROMPTS[:3], shuffle=False, group_size=1)
-    trained = rollouts(PROMPTS[:4], group_size=2, epochs=2)
+    trained = rollouts(PROMPTS[:4], rewards=code_points, group_size=2, epochs=2)
     trainer.fit(module, trained, held_out)
     assert {"val_reward", "val_reward/lower", "val_completions/length"} <= trainer.callback_metrics.keys()
     first = trainer.validate(module, rollouts(PROMPTS[:3], shuffle=False, group_size=1), verbose=False)

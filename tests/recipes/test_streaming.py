@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
+import pytest
 import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure
 
 from tests.helpers.rollouts import PROMPTS, Stream, Windows, code_points, constant, lower, record, rollouts
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
+from tinker_lightning.errors import LossWithoutGradient
+from tinker_lightning.losses import surrogate
 from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
     from tinker_lightning.client import ServiceClient
 
@@ -88,20 +94,86 @@ def test_refill_replaces_dropped_groups(service: ServiceClient) -> None:
 def test_refilling_may_use_up_a_stream(service: ServiceClient) -> None:
     """Lightning has drawn the second batch by then, whose prompts are gone; the next pass is complete."""
     given, trainer = rollouts(Stream(PROMPTS[:4]), rewards=constant, refill=1), quiet(max_steps=-1, max_epochs=2)
-    trainer.fit(new(service, GRPO), given)
+    with pytest.raises(LossWithoutGradient, match="the fit has ended without an optimizer step"):
+        trainer.fit(new(service, GRPO), given)
     assert trainer.global_step == 4
     assert given.state_dict()["tasks"]["number"] == 8
 
 
 def test_a_window_in_which_everything_was_dropped_takes_no_step(
-    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = record(monkeypatch)
+    monkeypatch.setattr(Closure, "warning_cache", type(Closure.warning_cache)())  # of this test alone
     module, given, trainer = new(service, GRPO), rollouts(rewards=constant), quiet(max_steps=2)
     before = logprobs_of(module)
-    trainer.fit(module, given)
+    reason = r"all answers to a prompt got the same reward \(prompts: 2 of 2, rewards: 1\)"
+    with pytest.raises(LossWithoutGradient, match=f"without an optimizer step, and the model is unchanged: {reason}"):
+        trainer.fit(module, given)
+    assert caplog.text.count("a step was skipped") == 1
     assert "step" not in events
     assert not [each for each in Closure.warning_cache if "returned `None`" in each]  # other modules are still warned
     assert torch.equal(logprobs_of(module), before)
     assert given.skipped_steps == trainer.callback_metrics["groups/skipped_steps"] == 2
     assert trainer.callback_metrics["groups/zero_variance"] == 1
+
+
+def test_a_run_that_has_taken_steps_may_end_with_skipped_ones(service: ServiceClient, tmp_path: Path) -> None:
+    def first_batch(prompt: str, completion: str) -> float:
+        return code_points(prompt, completion) if prompt in PROMPTS[:2] else 1.0
+
+    module, file = new(service, GRPO), tmp_path / "first.ckpt"
+    given, trainer = rollouts(PROMPTS[:4], rewards=first_batch, shuffle=False), quiet(max_steps=1)
+    trainer.fit(module, given)
+    trainer.save_checkpoint(file)
+    resumed = rollouts(PROMPTS[:4], rewards=first_batch, shuffle=False)
+    quiet(max_steps=2).fit(new(service, GRPO), resumed, ckpt_path=file)
+    assert resumed.skipped_steps == 1
+    quiet(fast_dev_run=True).fit(module, rollouts(rewards=constant))
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "advantage"])
+def test_equal_rewards_are_trained_with_a_penalty(
+    kl_in: Any, service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither dropped nor refilled; the model returns towards the reference."""
+    module = new(service, GRPO)
+    quiet(max_steps=3).fit(module, rollouts(rewards=code_points))
+    pulled = GRPO(module.lm.backend, learning_rate=1e-2, kl_coefficient=1.0, kl_in=kl_in)
+    distances = []
+
+    class Distances(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            distances.append(float(trainer.callback_metrics["policy/kl_reference"]))
+
+    events, trainer = record(monkeypatch), quiet(max_steps=5, callbacks=[Distances()])
+    trainer.fit(pulled, rollouts(rewards=constant, refill=2))
+    assert events.count("sample") == 2 * events.count("step") == 10
+    shares = {name: float(trainer.callback_metrics[f"groups/{name}"]) for name in ("zero_variance", "dropped")}
+    assert shares == {"zero_variance": 1.0, "dropped": 0.0}
+    if kl_in == "loss":  # the other one is a noisy estimate
+        assert distances[-1] < 0.7 * distances[0]
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_the_bar_shows_the_reward(
+    bar: Any, service: ServiceClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    options = {"enable_progress_bar": True, "callbacks": [bar()]}
+    quiet(max_steps=2, **options).fit(new(service, GRPO), rollouts(PROMPTS[:2], rewards=code_points))
+    shown = "".join(capsys.readouterr())
+    assert re.search(r"Epoch 1.*reward[:=] ?\d", shown)
+    assert "/-2" not in shown
+
+
+def test_a_group_without_a_gradient_is_no_warning_while_others_have_one(
+    service: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first the model is its reference, so that the divergence of a group with equal rewards has no gradient."""
+    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())
+
+    def some(prompt: str, completion: str) -> float:
+        return code_points(prompt, completion) if prompt == PROMPTS[0] else 1.0
+
+    quiet(max_steps=1).fit(new(service, GRPO, kl_coefficient=0.1), rollouts(PROMPTS[:2], rewards=some))  # pytest raises

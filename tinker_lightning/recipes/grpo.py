@@ -32,8 +32,11 @@ class GRPO(RolloutModule):
     """Raises the likelihood of answers that score higher than the other answers to the same prompt.
 
     Group relative policy optimization (Shao et al. 2024, arXiv:2402.03300) and its relatives. Takes batches of a
-    `RolloutLoader`, which has the prompts, the rewards and the size of a group. A group whose rewards are all equal
-    teaches nothing: it is dropped and counted in `groups/zero_variance`.
+    `RolloutLoader`, which has the prompts, the rewards and the size of a group.
+
+    A group whose rewards are all equal is counted in `groups/zero_variance`. It teaches nothing and is dropped, unless
+    there is a `kl_coefficient`: then it is trained with the divergence alone. A fit in which every group of every step
+    was dropped raises `LossWithoutGradient` at its end.
 
     Args:
         model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
@@ -112,19 +115,23 @@ class GRPO(RolloutModule):
 
     @override
     def advantages(self, group: Group) -> Sequence[float] | None:
-        """Returns how much better each episode is than the others; None if all rewards are equal. Override it."""
+        """Returns how much better each episode is than the others; None to drop the group. Override it.
+
+        Equal rewards give None, or advantages of 0 if there is a penalty on the divergence from the reference.
+        """
         scored = group.scored
         penalty = self.truncation_penalty if self.truncated == "penalize" else 0.0
         rewards = [each.reward - penalty * each.truncated for each in scored]
         if not rewards:
             return None
-        if len(rewards) < 2 and isinstance(self.baseline, str):
+        if isinstance(self.baseline, str) and max(rewards) == min(rewards):
             if len(group.trajectories) < 2:
                 raise InvalidInput("a group of one has nothing to compare with: set group_size of the RolloutLoader")
-            return None
-        if isinstance(self.baseline, str) and max(rewards) == min(rewards):
-            return None
-        values = iter(group_advantages(rewards, baseline=self.baseline, scale=self.scale_rewards).tolist())
+            if not self.kl_coefficient:
+                return None
+            values = iter([0.0] * len(rewards))
+        else:
+            values = iter(group_advantages(rewards, baseline=self.baseline, scale=self.scale_rewards).tolist())
         advantages = [next(values) if each.is_scored else torch.nan for each in group.trajectories]
         if self.truncated == "mask":
             pairs = zip(advantages, group.trajectories, strict=True)

@@ -62,6 +62,31 @@ def batch_metrics(trained: Sequence[TrainedGroup], steps: int) -> dict[str, floa
     return metrics
 
 
+def drop_reason(trained: Sequence[TrainedGroup]) -> str:
+    """Returns why a step has nothing to train on, from the groups of its last batch, and how to fix it."""
+    reasons: dict[str, list[Group]] = {}
+    for group in (one.group for one in trained):
+        if group.failed:
+            reason = "the rollouts failed"
+        elif not group.scored:
+            reason = "no answer has a reward"
+        elif _is_constant(group):
+            reason = "all answers to a prompt got the same reward"
+        else:
+            reason = "no answer has tokens to train on and an advantage"
+        reasons.setdefault(reason, []).append(group)
+    texts = []
+    for reason, groups in reasons.items():
+        rewards = [each.reward for group in groups for each in group.scored]
+        ends = " to ".join(f"{each:g}" for each in sorted({min(rewards), max(rewards)})) if rewards else "none"
+        texts.append(f"{reason} (prompts: {len(groups)} of {len(trained)}, rewards: {ends})")
+    return (
+        f"{'; '.join(texts)}. If rewards are equal, look at the answers and their rewards (callbacks.SampleTable shows "
+        "them), raise group_size or the temperature, or choose prompts that the model answers well at times and badly "
+        "at others."
+    )
+
+
 def episode_rows(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
     """Returns the first prompt and the last completion of each episode as text, with its reward."""
     return [

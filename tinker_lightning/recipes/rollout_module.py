@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TinkerLightningError, Unsupported
+from tinker_lightning.errors import (
+    InvalidInput,
+    LossWithoutGradient,
+    NotFound,
+    OperationFailed,
+    TinkerLightningError,
+    Unsupported,
+)
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.recipes import rollout_metrics
@@ -73,6 +80,8 @@ class RolloutModule(GroupLossModule):
         self._last_wait = 0.0
         self._hides_warning = False
         self._loader: RolloutLoader | None = None  # of the batches that are trained
+        self._has_trained: bool | None = None  # whether the run has taken a step; None before the first batch of a fit
+        self._skipped = ""  # why this fit last skipped a step
 
     # Methods to override.
 
@@ -100,8 +109,9 @@ class RolloutModule(GroupLossModule):
 
     @override
     def on_fit_start(self) -> None:
-        """Starts to measure the time between batches."""
+        """Starts to measure the time between batches, and to watch for steps that are skipped."""
         self._last_start = None
+        self._has_trained, self._skipped = None, ""
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
@@ -110,6 +120,8 @@ class RolloutModule(GroupLossModule):
         self._check_batch(batch)
         loader = self._loader = batch.loader
         loader.limit_epochs(self.trainer)
+        if self._has_trained is None:
+            self._has_trained = loader.skipped_steps < self.trainer.global_step  # before it was resumed
         batches: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
         loader.follow(batch.id, lambda: batches.processed)
         loader.admit(self._progress(loader, batch.id, batch_idx).limit(loader.staleness), self._policy)
@@ -127,12 +139,22 @@ class RolloutModule(GroupLossModule):
         groups = [received[slot] for slot in sorted(received)]
         trained = [one for one in groups if not one.dropped]
         loss = self._loss(trained, len(batch.slots(job))) if trained else None
-        if loss is None and self._ends_window(batch_idx) and not self.lm.handle.remote.window:
-            loader.skipped_steps += 1
+        if loss is not None:
+            self._has_trained = True
+        elif self._ends_window(batch_idx) and not self.lm.handle.remote.window:
+            self._skip_step(loader, groups)
         self._log_batch(batch, groups, waited, began)
         if loss is None:
             self._hide_warning_of_none()
         return loss
+
+    def _skip_step(self, loader: RolloutLoader, groups: list[TrainedGroup]) -> None:
+        """Counts a step without groups to train; warns about the first one of a fit."""
+        loader.skipped_steps += 1
+        reason = rollout_metrics.drop_reason(groups)
+        if not self._skipped:
+            logger.warning("a step was skipped, and counted in groups/skipped_steps: %s", reason)
+        self._skipped = reason
 
     def _hide_warning_of_none(self) -> None:
         """Keeps Lightning from warning about this batch, which `groups/skipped_steps` counts."""
@@ -140,10 +162,18 @@ class RolloutModule(GroupLossModule):
 
     @override
     def on_train_end(self) -> None:
-        """Stops sampling, and counts what was sampled ahead and is not trained, because the fit ends early."""
+        """Stops sampling, and counts what was sampled ahead and is not trained, because the fit ends early.
+
+        Raises:
+            LossWithoutGradient: If the run has skipped all of its steps, and is no `fast_dev_run`.
+        """
         if self._loader is not None:
             unused, self._loader = self._loader.stop(), None
             self.lm.handle.remote.tokens += replace(unused, discarded=unused.sampled)
+        if self._skipped and not (self._has_trained or _compat.FAST_DEV_RUN.get(self.trainer)):
+            raise LossWithoutGradient(
+                f"the fit has ended without an optimizer step, and the model is unchanged: {self._skipped}"
+            )
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -278,6 +308,8 @@ class RolloutModule(GroupLossModule):
         count = max(1, self._batch_metrics[1])
         self._batch_metrics = ({**self._batch_metrics[0], **metrics}, count)
         self._log_present(combined([*self._window_metrics, self._batch_metrics]), count)
+        if "reward" in metrics:
+            self.trainer.progress_bar_metrics["reward"] = metrics["reward"]
 
 
 class SamplerCheck:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -219,9 +220,8 @@ class RemoteModel:
         self.backend.prepare_step(params)
         try:
             prepared: list[PreparedCall] = [(copy.copy(call), call.prepare(self.backend)) for call in self.window]
-            for call in self.window:
-                if isinstance(call, Call):
-                    surrogate.warn_if_zero(call.gradients or [], self.loss_name)
+            if own := [call.gradients or [] for call in self.window if isinstance(call, Call)]:
+                surrogate.warn_if_zero(list(itertools.chain(*own)), self.loss_name)
         except TinkerLightningError:
             self.drop()
             raise
