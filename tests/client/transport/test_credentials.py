@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 KEY = "tml-raw"
 
 
+def jwt(claims: dict[str, Any]) -> str:
+    """A token with these claims."""
+    return f"eyJh.{base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip('=')}.sig"
+
+
 class Tokens:
     """Hands out tokens for the key, and takes nothing else for other requests."""
 
@@ -42,19 +47,25 @@ class Tokens:
     ) -> None:
         self.app, self.lifetime, self.answer, self.claims = app, lifetime, answer, claims
         self.made: list[str] = []
+        self.revoked: set[str] = set()
+        self.broken = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope["headers"]).get(b"x-api-key", b"").decode()
         by_key = scope["path"].endswith(("/client/config", "/auth/token"))
         if given not in ([KEY] if by_key else self.made[-2:]):
             await JSONResponse({"detail": f"{scope['path']} does not take {given}"}, 401)(scope, receive, send)
+        elif given in self.revoked:
+            why = {"WWW-Authenticate": 'Bearer realm="tinker", error="invalid_token"'}
+            await JSONResponse({"detail": "it was revoked"}, 401, headers=why)(scope, receive, send)
+        elif scope["path"].endswith("/auth/token") and self.broken:
+            await JSONResponse({"detail": "not now"}, 500)(scope, receive, send)
         elif scope["path"].endswith("/auth/token"):
             claims = {
                 **({"exp": time.time() + self.lifetime} if self.claims is None else self.claims),
                 "n": len(self.made),
             }
-            payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-            self.made.append(f"eyJh.{payload}.sig")
+            self.made.append(jwt(claims))
             await JSONResponse({"jwt": self.made[-1]} if self.answer is None else self.answer)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -88,6 +99,59 @@ def test_a_token_is_replaced_before_it_ends(shared: EmbeddedTrainer, monkeypatch
         monkeypatch.setattr("tinker_lightning.client.transport.target.time", nearly_over)
         model.forward(DATA, "cross_entropy").result()
         assert len(tokens.made) == 2
+
+
+def test_a_token_is_replaced_at_half_of_its_life(
+    shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # R5.17
+    # The server's clock is far behind; how long a token lives is the difference of its times.
+    start = time.time()
+    now = start - 20_000
+    tokens = Tokens(create_app(shared), claims={"iat": now, "exp": now + 10_000})
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        for seconds, made in ((0, 1), (4400, 1), (5600, 2)):
+            clock = SimpleNamespace(time=lambda seconds=seconds: start + seconds)
+            monkeypatch.setattr("tinker_lightning.client.transport.target.time", clock)
+            model.forward(DATA, "cross_entropy").result()
+            assert len(tokens.made) == made
+        # A token that still lives is used on while it cannot be replaced.
+        tokens.claims, tokens.broken = {"iat": now, "exp": now + 60_000}, True
+        later = SimpleNamespace(time=lambda: start + 5600)
+        recorded.service.session.connection.credentials._renewal = 0.0
+        monkeypatch.setattr("tinker_lightning.client.transport.target.time", later)
+        model.forward(DATA, "cross_entropy").result()
+        assert sum("could not be replaced yet" in record.message for record in caplog.records) == 1
+        model.forward(DATA, "cross_entropy").result()
+        assert sum("could not be replaced yet" in record.message for record in caplog.records) == 1
+
+
+def test_a_rejected_token_is_replaced_and_the_request_repeated_once(shared: EmbeddedTrainer) -> None:  # R5.17
+    tokens = Tokens(create_app(shared), lifetime=3600)
+    with recording(tokens, api_key=KEY) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        tokens.revoked.add(tokens.made[0])
+        passes = [model.forward(DATA, "cross_entropy") for _ in range(4)]
+        assert len({each.result().metrics["loss:sum"] for each in passes}) == 1
+        assert len(tokens.made) == 2  # one exchange for all of them
+        tokens.made.append("eyJh.other.sig")
+        tokens.revoked |= {tokens.made[1]}
+        sent = len(recorded.record.requests)
+        tokens.claims = {"exp": time.time() + 3600, "revoked": True}
+        tokens.revoked |= {jwt({**tokens.claims, "n": 3})}
+        with pytest.raises(Unauthorized, match="it was revoked"):
+            model.forward(DATA, "cross_entropy").result()
+        assert [each.path.rsplit("/", 1)[1] for each in recorded.record.requests[sent:]] == [
+            *("forward_backward", "token", "forward_backward")
+        ]
+
+
+def test_a_key_that_is_an_expired_token_raises_at_once(shared: EmbeddedTrainer) -> None:  # R5.17
+    key = jwt({"iat": 1.0, "exp": time.time() - 1.0})
+    with recording(create_app(shared), api_key=key) as recorded:
+        with pytest.raises(Unauthorized, match="the API key is a JWT that has expired"):
+            recorded.service.create_sampling_client(base_model="tiny")
+        assert not recorded.record.requests
 
 
 @pytest.mark.parametrize("answer", [{}, {"jwt": 3}])

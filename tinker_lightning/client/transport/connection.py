@@ -161,6 +161,7 @@ class Connection:
         """
         content = {"Content-Type": wire_json.CONTENT_TYPE} if body is not None else {}
         started = time.monotonic()
+        is_replayed = raw_key  # with another token, which is tried once
         with self.status_log.waiting(self.url) as show:
             for attempt in itertools.count():
                 if self._closed:
@@ -198,6 +199,13 @@ class Connection:
                         await asyncio.sleep(_CLOSING_SECONDS)
                     if response.is_success or (accept is not None and accept(response)):
                         return response
+                    if (
+                        not is_replayed
+                        and _is_token_rejected(response)
+                        and await self.credentials.replaced(credentials)
+                    ):
+                        is_replayed = True
+                        continue
                     error = self._status_error(method, path, response)
                     if not _may_succeed_later(response):
                         raise error
@@ -340,6 +348,10 @@ def _json_body(response: httpx.Response) -> dict[str, Any] | None:
         return wire_json.loads(response.content)
     except InvalidMessage:
         return None
+
+
+def _is_token_rejected(response: httpx.Response) -> bool:
+    return response.status_code == 401 and 'error="invalid_token"' in response.headers.get("www-authenticate", "")
 
 
 def _is_turned_away(response: httpx.Response) -> bool:

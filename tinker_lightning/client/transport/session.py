@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.client")
 
-# The generation of the protocol, as a version of the official SDK.
-SDK_VERSION = "0.36.0"
+# The generation of the protocol, as the last release of the official SDK that was tested.
+SDK_VERSION = "0.38.0"
 _HEARTBEAT_SECONDS = 10.0
 _WARNING_SECONDS = 120.0
 _FINISH_SECONDS = 3.0
@@ -109,7 +109,7 @@ class Session:
         config = await _configuration(connection)
         connection.billing_pause_seconds = config.billing_exception_max_pause_duration_sec
         if config.pjwt_auth_enabled:
-            connection.credentials.use_tokens(lambda: _token(connection))
+            connection.credentials.use_tokens(lambda seconds: _token(connection, seconds))
         return config
 
     def count(self, kind: str) -> int:
@@ -171,8 +171,8 @@ async def _configuration(connection: Connection) -> ClientConfig:
     return connection.parse(ClientConfig, response)
 
 
-async def _token(connection: Connection) -> str:
-    response = await connection.send("POST", "/api/v1/auth/token", b"{}", raw_key=True)
+async def _token(connection: Connection, seconds: float | None) -> str:
+    response = await connection.send("POST", "/api/v1/auth/token", b"{}", raw_key=True, seconds=seconds)
     return connection.parse(_Token, response).jwt
 
 
