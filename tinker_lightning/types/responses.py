@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
 
 from tinker_lightning.types.tensor import TensorData
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,18 @@ class SampledSequence:
     logprobs: list[float] | None
     stop_reason: Literal["stop", "length"]
     topk_logprobs: TopkLogprobs | None = None
+    # The server's name for it, which spans of datums can refer to. Set by the client.
+    sequence_id: str = field(default="", compare=False)
+
+    @property
+    def tokens_np(self) -> NDArray[np.int32]:
+        """The tokens as an array."""
+        return np.asarray(self.tokens, np.int32)
+
+    @property
+    def logprobs_np(self) -> NDArray[np.float32] | None:
+        """The log-probabilities as an array."""
+        return None if self.logprobs is None else np.asarray(self.logprobs, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +236,11 @@ class SampleResponse:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0  # tokens of the prompt whose keys and values the server still had
+
+    @property
+    def prompt_logprobs_np(self) -> NDArray[np.float32] | None:
+        """The log-probabilities of the prompt as an array, NaN where there is none."""
+        return None if self.prompt_logprobs is None else np.asarray(self.prompt_logprobs, np.float32)
 
 
 @dataclass(frozen=True, slots=True)

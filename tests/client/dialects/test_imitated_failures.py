@@ -15,7 +15,7 @@ from tests.helpers.imitations import imitate
 from tinker_lightning import ServiceClient
 from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.client.transport.retries import RetryPolicy
-from tinker_lightning.errors import AnswerLost, NotFound, TinkerLightningError
+from tinker_lightning.errors import AnswerLost, InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 
 if TYPE_CHECKING:
@@ -116,6 +116,23 @@ def test_a_wrong_dialect_is_named_as_the_cause(kind: Kind, wrong: str, trainer: 
         client = model_on(service)
         with pytest.raises(TinkerLightningError, match=f"Does the server speak the dialect '{wrong}'"):
             client.forward(BATCH, "cross_entropy").result()
+
+
+def test_a_newer_field_that_a_server_rejects_is_named_with_the_fix(trainer: EmbeddedTrainer) -> None:  # R5.17
+    field = "save_weights_for_sampler.kind"
+    newer = dialect_named("tuft").but(newer_fields=dialect_named("tuft").newer_fields | {field})
+    with imitate("tuft", trainer=trainer) as server:
+        with connected(server, newer) as service:
+            client = model_on(service)
+            with pytest.raises(
+                InvalidInput, match=f"kind: Extra inputs .* - {{'{field}'}}\\), where mine is"
+            ) as raised:
+                client.save_weights_and_get_sampling_client()
+            assert str(raised.value).count("Extra inputs") == 1
+            logprobs_of(client)  # its number was not used
+            mine = client.dialect
+        with connected(server, mine.but(newer_fields=mine.newer_fields - {field})) as service:
+            model_on(service).save_weights_and_get_sampling_client()
 
 
 @pytest.mark.parametrize("kind", KINDS)

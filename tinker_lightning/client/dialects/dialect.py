@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,7 @@ NEWER_FIELDS = frozenset(
         "save_weights.user_metadata",
         "save_weights_for_sampler.ttl_seconds",
         "save_weights_for_sampler.user_metadata",
+        "save_weights_for_sampler.kind",
         "asample.topk_prompt_logprobs",
         "asample.topk_sample_logprobs",
         "asample.target_prompt_logprobs",
@@ -49,6 +51,8 @@ NEWER_FIELDS = frozenset(
         "ttl.ttl_seconds",
     }
 )
+# How pydantic, and with it FastAPI, rejects a field that it does not know.
+_REJECTED_FIELD = re.compile(r"([\w.]+): Extra inputs are not permitted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,16 @@ class Dialect:
         parent, _, nested = name.rpartition(".")
         is_old = nested in OLD_NESTED_FIELDS[parent] if parent else qualified not in NEWER_FIELDS
         return is_old or qualified in self.newer_fields
+
+    def rejection_hint(self, endpoint: str, error: str) -> str:
+        """Returns how to leave out the newer fields that an error of a server calls unknown, or nothing."""
+        names = sorted({f"{endpoint}.{name}" for name in _REJECTED_FIELD.findall(error)} & self.newer_fields)
+        if not names:
+            return ""
+        return (
+            f". The server is older than its dialect {self.name!r}, which sends newer fields. Connect with "
+            f"dialect=mine.but(newer_fields=mine.newer_fields - {set(names)}), where mine is client.dialect"
+        )
 
     def check_targets(self, data: Sequence[Datum]) -> None:
         """Raises `InvalidInput` if a datum has several targets per position on a server that takes one."""

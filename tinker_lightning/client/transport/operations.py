@@ -152,6 +152,7 @@ async def perform(
         TinkerLightningError: With the operation, its model, number and request id in the message.
     """
     request_id = ""
+    sequence_ids: Any = None
     record = operation.record
     if record is not None:
         record.posted = time.perf_counter()
@@ -173,9 +174,11 @@ async def perform(
                 on_submitted(taken)
         request_id = response.headers.get(REQUEST_ID_HEADER, "")
         if not session.extensions.submit_and_wait or response.status_code == 408:
-            request_id = str(session.connection.json(response).get("request_id") or "")
+            receipt = session.connection.json(response)
+            request_id, sequence_ids = str(receipt.get("request_id") or ""), receipt.get("sample_sequence_ids")
             response = await _fetch(session, operation, request_id)
-        return _decode(session, operation, response)
+        result = _decode(session, operation, response)
+        return _with_sequence_ids(result, sequence_ids, request_id) if isinstance(result, SampleResponse) else result
     except TinkerLightningError as error:
         # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
         which = f" ({operation}{request_id and f', request {request_id}'})" if operation.model_id or request_id else ""
@@ -194,6 +197,14 @@ def with_ids(error: E, operation: Operation[Any], request_id: str | None = None)
     return error
 
 
+def _with_sequence_ids(response: SampleResponse, ids: Any, request_id: str) -> Any:
+    """Returns a response whose sequences have the ids that the server gave them, or unique ones if it gave none."""
+    if not (isinstance(ids, list) and len(ids) == len(response.sequences)):
+        ids = [f"{request_id}:{i}" for i in range(len(response.sequences))]  # as our server does
+    sequences = [replace(each, sequence_id=str(name)) for each, name in zip(response.sequences, ids, strict=True)]
+    return replace(response, sequences=sequences)
+
+
 def _is_missing_checkpoint(operation: Operation[Any], error: TinkerLightningError) -> bool:
     """Returns whether a server that has one error for all failures reports that there is no such checkpoint."""
     is_plain = type(error) is OperationFailed and operation.endpoint == "load_weights"
@@ -206,7 +217,7 @@ def _hint(session: Session, operation: Operation[Any], error: TinkerLightningErr
     missing = text.endswith((": Not Found", "(HTTP 405)", "(HTTP 415)"))
     is_pass = operation.result is ForwardBackwardOutput and not session.dialect.deduplicates
     if not missing and not (is_pass and (isinstance(error, NotFound) or "(HTTP 500)" in text)):
-        return ""
+        return session.dialect.rejection_hint(operation.endpoint, text)
     end = "" if text.endswith((".", "?")) else "."
     return (
         f"{end} Does the server speak the dialect {name!r}? connect(url, dialect='auto') detects what it speaks. If it "
