@@ -17,12 +17,15 @@ from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL
 from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.client import as_backend
+from tinker_lightning.client.sdk import adapters
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses import surrogate
 from tinker_lightning.server.engine.datum_losses import BoundLoss
 
 if TYPE_CHECKING:
-    from tests.helpers.backends import Backend
+    from collections.abc import Callable
+
+    from tests.helpers.backends import Backend, BackendName
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -166,3 +169,14 @@ def test_a_datum_that_datasets_map_has_turned_into_dicts_is_named(service: Servi
         model.forward([nested], "cross_entropy")
     with pytest.raises(InvalidDatum, match=r"datasets\.map"):
         RemoteModule(model).datums([nested])
+
+
+def test_an_official_sdk_newer_than_tested_is_logged_once(
+    ways: Callable[[BackendName], Backend], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # R5.17
+    monkeypatch.setattr(tinker, "__version__", "0.99.1")
+    adapters._check_release.cache_clear()
+    for _ in range(2):
+        ways("official SDK").model()
+    messages = [record.getMessage() for record in caplog.records if "newer" in record.getMessage()]
+    assert messages == ["the official SDK 0.99.1 is newer than 0.38.0, the last release that was tested"]

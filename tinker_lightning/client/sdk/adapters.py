@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.dialects.servers import as_dialect
+from tinker_lightning.client.transport.session import SDK_VERSION
 from tinker_lightning.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     import os
 
     from tinker_lightning.client.dialects.dialect import Dialect
+
+logger = logging.getLogger("tinker_lightning.client")
 
 # What makes a client of another vendor trainable: the SDK's names.
 _OF_VENDORS = ("forward", "forward_backward_custom", "optim_step", "save_state")
@@ -40,6 +45,7 @@ def as_backend(client: Any, dialect: str | os.PathLike[str] | Dialect | None = N
             raise InvalidInput(f"dialect: not supported for a {type(client).__name__}. Pass it to connect() instead.")
         return _checked(client)
     if (inner := _sdk_client(client, _WRAPPERS)) is not None:
+        _check_release()
         from tinker_lightning.client.sdk.clients import OfficialTrainingClient
 
         return OfficialTrainingClient(client, inner, speaks)
@@ -86,6 +92,19 @@ def _sdk_client(client: Any, wrappers: int) -> Any | None:
     wrapped = getattr(client, "__dict__", {}).values() if wrappers else ()
     found = (_sdk_client(each, wrappers - 1) for each in wrapped if hasattr(each, "forward_backward_custom"))
     return next((each for each in found if each is not None), None)
+
+
+@functools.cache
+def _check_release() -> None:
+    """Logs, once, that the official SDK is newer than the releases that this package was tested with."""
+    from tinker import __version__ as release
+
+    if _minor(release) > _minor(SDK_VERSION):
+        logger.warning("the official SDK %s is newer than %s, the last release that was tested", release, SDK_VERSION)
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
 
 
 def _packages(instance: Any) -> set[str]:
