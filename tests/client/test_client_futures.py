@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 from tests.helpers.backends import QUICK, recording
 from tests.helpers.client_data import DATA
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.errors import ClientClosed, ResultTimeout
+from tinker_lightning.errors import ClientClosed, InvalidInput, InvalidLoss, ResultTimeout
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.threads.background import BackgroundLoop
@@ -73,6 +74,38 @@ def test_cancelling_an_await_cancels_nothing_else(model: TrainingClient, held: t
     held.set()
     assert future.result(30).metrics["loss:sum"] > 0
     assert model.optim_step().result().metrics["grad_norm"] > 0  # type: ignore[index]
+
+
+def test_futures_of_the_standard_library(model: TrainingClient, held: threading.Event) -> None:  # R5.17
+    """For code that waits for several at once; giving one up cancels nothing on the server."""
+    passed = model.forward_backward(DATA, "cross_entropy")
+    custom = model.forward_backward_custom(DATA, lambda _, logprobs: logprobs[0].sum())
+    given_up = passed.future()
+    assert given_up.cancel()
+    held.set()
+    done, left = concurrent.futures.wait([passed.future(), custom.future()], 30)
+    assert not left
+    assert {each.result().metrics["loss:sum"] for each in done} == {
+        each.result().metrics["loss:sum"] for each in (passed, custom)
+    }
+    assert given_up.cancelled()
+    assert model.optim_step().future().result(30).metrics["grad_norm"] > 0  # type: ignore[index]
+    failing = model.forward(DATA, "no_such_loss")
+    with pytest.raises(InvalidInput, match="no_such_loss"):
+        failing.future().result(30)
+    assert model.get_info()  # the failure was read
+    assert asyncio.run(passed.coroutine()) == passed.result()
+
+
+def test_a_failure_that_a_cancelled_future_would_have_raised_is_not_lost(
+    model: TrainingClient, held: threading.Event
+) -> None:  # R4.5
+    failing = model.forward_backward_custom(DATA, lambda _, logprobs: logprobs[0].sum() / 0 * float("inf"))
+    assert failing.future().cancel()
+    held.set()
+    failing.wait(30)
+    with pytest.raises(InvalidLoss):
+        model.optim_step()
 
 
 def test_closing_with_an_error_does_not_wait(

@@ -37,9 +37,6 @@ DIFFERENT = {
     "retrieve_future": {"allow_metadata_only"},
     # Absent is the same as false, and servers of another generation do not know it.
     "asample": {"record_stability_info"},
-    # Absent is the same as "snapshot".
-    "save_weights_for_sampler": {"kind"},
-    "create_session": {"sdk_version"},
     # No "detail" is the same as one that is null.
     "finish": {"detail"},
 }

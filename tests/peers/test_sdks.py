@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers import sdk_signatures as signatures
+
 if TYPE_CHECKING:
     from tests.helpers.api import Served
 
@@ -40,3 +42,12 @@ def test_every_public_method_of_the_official_sdk(served: Served, release: str, t
     assert "FORGOTTEN" not in table.values(), {name for name, state in table.items() if state == "FORGOTTEN"}
     counts = Counter(table.values())
     print(f"| {release} | {counts['called']} | {counts['not offered']} | {counts['local']} |")
+
+
+@pytest.mark.parametrize("recorded", sorted(signatures.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_the_names_that_our_client_is_compared_with_are_those_of_the_release(recorded: Path) -> None:  # R5.17
+    places = os.pathsep.join(str(folder) for folder in (FOLDER / recorded.stem, Path(__file__).parents[2]))
+    found = subprocess.check_output(
+        [sys.executable, "-W", "ignore", "-m", signatures.__name__], env={**os.environ, "PYTHONPATH": places}
+    )
+    assert json.loads(found) == json.loads(recorded.read_text())

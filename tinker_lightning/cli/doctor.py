@@ -44,7 +44,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Checks a server and prints the report; returns the exit code."""
-    from tinker_lightning.client.service import EMBEDDED, ServiceClient
+    from tinker_lightning.client.service import ServiceClient
+    from tinker_lightning.client.transport.discovery import EMBEDDED
     from tinker_lightning.client.transport.retries import RetryPolicy
     from tinker_lightning.doctor import CHECKS, TOKENS, examine
     from tinker_lightning.errors import InvalidInput

@@ -184,6 +184,29 @@ class TinkerFuture(Generic[T]):
         self._source.add_done_callback(lambda _: background.call_soon(loop, woken.set))
         await woken.wait()
 
+    async def coroutine(self) -> T:
+        """Returns the result like `await future`, for functions that only take coroutines."""
+        return await self.result_async()
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """Returns a future for `concurrent.futures.wait` and the like; cancelling it does not cancel the operation.
+
+        A pending custom loss is evaluated on a thread of its own then.
+        """
+        if not self.is_sent:
+            background.run_on_thread(self.wait, self.operation)
+        handed: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def settle(_: object) -> None:
+            if handed.set_running_or_notify_cancel():
+                try:
+                    handed.set_result(self._outcome())
+                except BaseException as error:
+                    handed.set_exception(error)
+
+        self._source.add_done_callback(settle)
+        return handed
+
     def then(
         self, change: Callable[[T], U], explain: Callable[[BaseException], BaseException] | None = None
     ) -> TinkerFuture[U]:

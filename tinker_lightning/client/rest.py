@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from tinker_lightning.client.files import checkpoints
 from tinker_lightning.client.futures import TinkerFuture, awaited
+from tinker_lightning.client.transport import discovery
+from tinker_lightning.client.transport.channel import Channel
+from tinker_lightning.client.transport.retries import RetryPolicy
+from tinker_lightning.client.transport.session import Session, fetch_capabilities
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types import responses as rs
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-
-    from tinker_lightning.client.transport.channel import Channel
 
     AccessScope: TypeAlias = Literal["owned", "accessible"]
 
@@ -21,13 +24,28 @@ T = TypeVar("T")
 
 
 class RestClient:
-    """Lists and manages what a server keeps. Created by `ServiceClient.create_rest_client()`.
+    """Lists and manages what a server keeps.
 
-    Every method returns a future; its `_async` form is awaited for the result.
+    Every method returns a future; its `_async` form is awaited for the result. Without a `ServiceClient`, it needs no
+    session: none is created on the server.
+
+    Args:
+        channel: The channel of the `ServiceClient` that creates it.
+        base_url: The server, chosen as by `connect()`.
+        api_key: The API key; `TINKER_API_KEY` if not given.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(
+        self, channel: Channel | None = None, *, base_url: str | None = None, api_key: str | None = None
+    ) -> None:
+        if channel is None:
+            target = discovery.find(base_url, api_key, None)
+            channel = Channel(target, RetryPolicy(300.0), partial(Session.join, session_id=""), {})
         self._channel = channel
+
+    def get_server_capabilities(self) -> TinkerFuture[rs.ServerCapabilities]:
+        """Returns what the server supports."""
+        return self._run("get_server_capabilities", fetch_capabilities(self._channel.session.connection))
 
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from tinker_lightning.client.awaitable import AwaitableClient
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.client.files import checkpoints, tokenizer
 from tinker_lightning.client.futures import TinkerFuture, UnreadFailures, awaited, in_thread
@@ -90,12 +91,18 @@ class BaseSamplingClient(ABC):
         """Sends a request; options have the names of `SampleRequest`."""
 
 
-def check_sampler_options(retry_config: Any, record_stability_info: bool) -> None:
+def check_sampler_options(retry_config: Any, record_stability_info: bool, kind: str = "snapshot") -> None:
     """Checks those arguments of the SDK's sampling clients that ours does not use.
 
     Raises:
-        Unsupported: If hosted Tinker is to record data about the stability of sampling.
+        Unsupported: If hosted Tinker is to record data about the stability of sampling, or if later saves are to change
+            the weights that the client samples from.
     """
+    if kind != "snapshot":
+        raise Unsupported(
+            f"kind={kind!r} is not supported: the weights of a sampling client never change. Leave kind out, and "
+            "create another sampling client after each step that should count."
+        )
     if retry_config is not None:
         logger.info("retry_config is not used: requests are retried as ServiceClient(retry_policy=...) says")
     if record_stability_info:
@@ -108,7 +115,7 @@ _RESAMPLINGS = 3
 _CLONES = 10**9
 
 
-class SamplingClient(BaseSamplingClient):
+class SamplingClient(AwaitableClient, BaseSamplingClient):
     """Samples from fixed weights. Sampling methods return a future at once. Created by a `ServiceClient`.
 
     It can be pickled, with the API key, for other processes, which may use it as long as the `ServiceClient` is open.

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tinker_lightning.client.dialects import servers
+from tinker_lightning.client.awaitable import starts
 from tinker_lightning.client.files import checkpoints, download, peft_folder
 from tinker_lightning.client.futures import TinkerFuture, in_thread
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.server_losses import Losses
 from tinker_lightning.client.training import TrainingClient
-from tinker_lightning.client.transport import embedded
+from tinker_lightning.client.transport import discovery
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import SDK_VERSION, Session, fetch_capabilities
-from tinker_lightning.client.transport.target import HOSTED_URL, Target
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.threads import background
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
@@ -37,11 +35,6 @@ if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.server_losses import LossHandle
     from tinker_lightning.lossgraph.graph_loss import Source
-
-
-logger = logging.getLogger("tinker_lightning.client")
-
-EMBEDDED = "embedded"
 
 
 class ServiceClient:
@@ -78,7 +71,7 @@ class ServiceClient:
     ) -> None:
         if isinstance(user_metadata, str):
             raise InvalidInput(f"pass the server by name: ServiceClient(base_url={user_metadata!r}), or call connect()")
-        target = _find(base_url, api_key, dialect)
+        target = discovery.find(base_url, api_key, dialect)
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)
         if target.in_process is not None:
@@ -103,6 +96,7 @@ class ServiceClient:
 
     get_server_capabilities_async = in_thread(get_server_capabilities)
 
+    @starts(TrainingClient)
     def create_lora_training_client(
         self,
         base_model: str | None = None,
@@ -136,6 +130,7 @@ class ServiceClient:
 
     create_lora_training_client_async = in_thread(create_lora_training_client)
 
+    @starts(TrainingClient)
     def create_training_client_from_state(
         self,
         path: str,
@@ -159,6 +154,7 @@ class ServiceClient:
 
     create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
+    @starts(TrainingClient)
     def create_training_client_from_state_with_optimizer(
         self,
         path: str,
@@ -173,6 +169,7 @@ class ServiceClient:
 
     create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
 
+    @starts(TrainingClient)
     def create_lora_training_client_from_adapter(
         self,
         path: str | os.PathLike[str],
@@ -193,6 +190,7 @@ class ServiceClient:
 
     create_lora_training_client_from_adapter_async = in_thread(create_lora_training_client_from_adapter)
 
+    @starts(SamplingClient)
     def create_sampling_client(
         self,
         model_path: str | None = None,
@@ -320,28 +318,3 @@ def connect(
         InvalidInput: If the URL or the dialect is invalid.
     """
     return ServiceClient(base_url=url, api_key=api_key, dialect=dialect)
-
-
-def _find(url: str | None, api_key: str | None, dialect: str | os.PathLike[str] | Dialect | None) -> Target:
-    """Returns the server for the arguments of `connect()` and the environment; starts it if it is the embedded one."""
-    speaks = servers.as_dialect(dialect)
-    key = api_key or os.environ.get("TINKER_API_KEY") or None
-    if url is None:
-        url, why = _default(key)
-        logger.info("connecting to %s (%s)", url, why)
-    if url != EMBEDDED:
-        return Target(url, key, dialect=speaks)
-    if speaks is not None and speaks != servers.EMBEDDED:
-        raise InvalidInput(
-            f"dialect: the embedded trainer does not speak {speaks.name!r}. Pass the URL of the server that does, or "
-            "leave dialect out."
-        )
-    return embedded.start()
-
-
-def _default(key: str | None) -> tuple[str, str]:
-    if url := os.environ.get("TINKER_BASE_URL"):
-        return url, "TINKER_BASE_URL is set"
-    if key:
-        return HOSTED_URL, "there is an API key"
-    return EMBEDDED, "neither TINKER_BASE_URL nor an API key is set"

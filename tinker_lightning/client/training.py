@@ -6,8 +6,9 @@ import logging
 import uuid
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from tinker_lightning.client.awaitable import AwaitableClient, starts
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.files import checkpoints, download, tokenizer
 from tinker_lightning.client.files.checkpoints import remove
@@ -43,7 +44,7 @@ T = TypeVar("T")
 logger = logging.getLogger("tinker_lightning.client")
 
 
-class TrainingClient(BaseTrainingClient):
+class TrainingClient(AwaitableClient, BaseTrainingClient):
     """Trains one model on a server. Created by a `ServiceClient`."""
 
     def __init__(self, channel: Channel, losses: Losses, model_id: str, optimizer_kind: str = AdamParams.kind) -> None:
@@ -117,7 +118,11 @@ class TrainingClient(BaseTrainingClient):
     save_weights_for_sampler_async = submitted(save_weights_for_sampler, before=BaseTrainingClient.forwards_async)
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot"] = "snapshot",
     ) -> SamplingClient:
         """Returns a client that samples from the current weights; without a name nothing is kept on disk.
 
@@ -125,26 +130,33 @@ class TrainingClient(BaseTrainingClient):
             name: The name to save the weights under.
             retry_config: Not used; retries follow the retry policy of the `ServiceClient`.
             record_stability_info: Must be False; this client does not read what hosted Tinker records.
+            kind: Must be `"snapshot"`: later steps do not change the weights that the client samples from.
         """
-        check_sampler_options(retry_config, record_stability_info)
-        if name is not None:
-            return self.create_sampling_client(self.save_weights_for_sampler(name).result().path or "")
-        return self._sampler_of(self._save_unnamed().result())
+        check_sampler_options(retry_config, record_stability_info, kind)
+        saved = self._save_unnamed() if name is None else self.save_weights_for_sampler(name)
+
+        def create() -> SamplingClient:
+            result = saved.result()
+            return self._sampler_of(result) if name is None else SamplingClient.create(self._channel, result.path)
+
+        return SamplingClient.started(self._channel, create, "save_weights_and_get_sampling_client")
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        kind: Literal["snapshot"] = "snapshot",
     ) -> SamplingClient:
         """Returns a client that samples from the current weights, without blocking the event loop."""
-        check_sampler_options(retry_config, record_stability_info)
         await self.forwards_async()
-        if name is not None:
-            return await self.create_sampling_client_async((await self.save_weights_for_sampler(name)).path or "")
-        return self._sampler_of(await self._save_unnamed())
+        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
 
     def submit_sampling_client(self) -> TinkerFuture[SamplingClient]:
         """Returns a future of a client that samples from the weights as they are after all requests so far."""
         return self._save_unnamed().then(self._sampler_of)
 
+    @starts(SamplingClient)
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
@@ -235,6 +247,8 @@ class TrainingClient(BaseTrainingClient):
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest
         version = None if self.dialect.samples_old_weights else self._sender.live.version(self.model_id)
+        if self.dialect.knows(endpoint, "kind"):
+            settings["kind"] = "snapshot"
         future = self._submit(endpoint, endpoint, SaveWeightsForSamplerResponse, request, **settings)
         if version is not None:
             self._sender.live.saving(version, future._source)

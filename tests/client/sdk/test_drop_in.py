@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
-import inspect
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-import tinker
 import torch
 from tinker import types as sdk
 
 import tinker_lightning.client as ours
 from tests.helpers.client_data import DATA
-from tinker_lightning.errors import InvalidInput, NotFound, ResultTimeout, Unsupported
+from tinker_lightning.errors import InvalidInput, NotFound, ResultTimeout, Unauthorized, Unsupported
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 
@@ -24,85 +23,6 @@ if TYPE_CHECKING:
     from tests.helpers.backends import Running
     from tinker_lightning.client import ServiceClient, TrainingClient
     from tinker_lightning.server import EmbeddedTrainer
-
-# About accounts of hosted Tinker.
-HOSTED = {
-    "assign_session_project",
-    "copy_weights",
-    "export_session_trace",
-    "get_audit_log",
-    "get_billing_usage",
-    "get_current_checkpoint_storage_usage",
-    "publish_checkpoint_from_tinker_path",
-    "unpublish_checkpoint_from_tinker_path",
-}
-# What the SDK has and we do not, on purpose.
-LEFT_OUT = {
-    "ServiceClient": {
-        "copy_weights",  # of hosted accounts
-        "get_console_url",
-        "get_telemetry",
-        "holder",
-    },
-    "TrainingClient": {"get_console_url", "get_telemetry"},
-    "SamplingClient": {"get_telemetry", "on_queue_state_change"},
-    "RestClient": {
-        *(f"{name}{suffix}" for name in HOSTED for suffix in ("", "_async")),
-        "get_server_capabilities",  # of a ServiceClient, with us
-        "get_telemetry",
-        "search_sessions",
-        "whoami",
-    },
-    "APIFuture": {"coroutine", "future"},
-}
-# Arguments of the SDK that we do not have: it ignores them with a warning, we raise a TypeError.
-LEFT_OUT_ARGUMENTS = {
-    "ServiceClient.__init__": {"kwargs"},
-    # Weights that later saves replace.
-    "TrainingClient.save_weights_and_get_sampling_client": {"kind"},
-    "TrainingClient.save_weights_and_get_sampling_client_async": {"kind"},
-}
-# Created by a ServiceClient, never by users.
-CONSTRUCTED = {"ServiceClient"}
-CLASSES = {
-    "ServiceClient": (tinker.ServiceClient, ours.ServiceClient),
-    "TrainingClient": (tinker.TrainingClient, ours.TrainingClient),
-    "SamplingClient": (tinker.SamplingClient, ours.SamplingClient),
-    "RestClient": (tinker.RestClient, ours.RestClient),
-    "APIFuture": (tinker.APIFuture, ours.TinkerFuture),
-}
-
-
-def public(kind: str) -> list[str]:
-    names = [name for name in dir(CLASSES[kind][0]) if not name.startswith("_") and name != "create"]  # not for users
-    return [*names, *(["__init__"] if kind in CONSTRUCTED else [])]
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_every_public_name_of_the_sdk_exists(kind: str) -> None:  # R5.4
-    missing = {name for name in public(kind) if not hasattr(CLASSES[kind][1], name)}
-    assert missing == LEFT_OUT[kind]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in CLASSES for name in public(kind) if name not in LEFT_OUT[kind]]
-)
-def test_arguments_have_the_names_and_order_of_the_sdk(kind: str, name: str) -> None:  # R5.4
-    theirs, mine = (
-        [each for each in inspect.signature(getattr(cls, name)).parameters.values() if each.name != "self"]
-        for cls in CLASSES[kind]
-    )
-    expected = [each for each in theirs if each.name not in LEFT_OUT_ARGUMENTS.get(f"{kind}.{name}", ())]
-    accepted = {each.name for each in mine}
-    assert {each.name for each in expected} <= accepted
-    positional = [each.name for each in expected if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert [each.name for each in mine if each.kind is each.POSITIONAL_OR_KEYWORD][: len(positional)] == positional
-    # Every argument that the SDK allows to leave out may be left out.
-    optional = {each.name for each in expected if each.default is not each.empty}
-    assert all(each.default is not each.empty for each in mine if each.name in optional or each.name not in positional)
-    assert inspect.iscoroutinefunction(getattr(CLASSES[kind][0], name)) <= inspect.iscoroutinefunction(
-        getattr(CLASSES[kind][1], name)
-    )
 
 
 def datum(text: bytes = b"Hello, world") -> sdk.Datum:
@@ -192,6 +112,61 @@ def test_the_rest_client(service: ServiceClient, model: TrainingClient) -> None:
             await rest.delete_checkpoint_from_tinker_path_async(first)
 
     asyncio.run(use())
+
+
+def test_a_rest_client_needs_no_session(shared: EmbeddedTrainer, running: Running) -> None:  # R5.17
+    with running(create_app(shared, api_key="tml-k")) as url:
+        before = set(shared.registry._sessions)
+        rest = ours.RestClient(base_url=url, api_key="tml-k")
+        assert rest.get_server_capabilities().result().supported_models[0].model_name == "tiny"
+        assert set(rest.list_sessions(limit=100).result().sessions) <= before
+        with pytest.raises(NotFound, match="no such checkpoint"):
+            rest.delete_checkpoint("no-such-run", "weights/no-such-name").result()
+        assert set(shared.registry._sessions) == before
+        with pytest.raises(Unauthorized):
+            ours.RestClient(base_url=url, api_key="tml-other").list_sessions()
+
+
+def test_answers_have_what_the_sdk_gives(service: ServiceClient, model: TrainingClient) -> None:  # R5.17
+    info = model.get_info()
+    assert info.optimizer_config is None or info.optimizer_config["type"] == "adamw"
+    sampler = model.save_weights_and_get_sampling_client()
+    prompt, params = sdk.ModelInput.from_ints([72, 101, 108]), sdk.SamplingParams(max_tokens=3)
+    answers = [sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result() for _ in range(2)]
+    for answer in answers:
+        assert answer.prompt_cache_hit_tokens == 0
+        assert answer.prompt_logprobs_np is not None
+        assert np.isnan(answer.prompt_logprobs_np[0])
+        assert answer.prompt_logprobs_np[1:].tolist() == (answer.prompt_logprobs or [])[1:]
+        for sequence in answer.sequences:
+            assert sequence.tokens_np.dtype == np.int32
+            assert sequence.tokens_np.tolist() == sequence.tokens
+            assert sequence.logprobs_np is not None
+            assert sequence.logprobs_np.dtype == np.float32
+            assert sequence.logprobs_np.tolist() == sequence.logprobs
+    ids = {sequence.sequence_id for answer in answers for sequence in answer.sequences}
+    assert len(ids) == 4
+    assert all(each.startswith(sampler.sampler_id) and each.endswith((":0", ":1")) for each in ids), ids
+    assert sampler.sample(prompt, 1, params).result().prompt_logprobs_np is None
+
+
+def test_a_custom_loss_that_fails_leaves_the_client_usable(model: TrainingClient) -> None:  # R5.17
+    """With the SDK 0.38, the client is poisoned: it rejects every later call."""
+    data = [datum()]
+
+    def failing(_: list[Any], logprobs: list[torch.Tensor]) -> Any:
+        raise ZeroDivisionError("in the loss")
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="in the loss"):
+            model.forward_backward_custom(data, failing).result()
+    model.forward_backward_custom(data, failing)
+    with pytest.raises(ZeroDivisionError, match="in the loss"):
+        model.optim_step(sdk.AdamParams(learning_rate=1e-2))
+    first = model.forward_backward_custom(data, nll)
+    assert model.optim_step(sdk.AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"] > 0  # type: ignore[index]
+    assert model.forward_backward_custom(data, nll).result().metrics["nll"] < first.result().metrics["nll"]
+    assert model.save_state("after-the-failure").result().path
 
 
 def test_the_event_loop_goes_on_while_a_step_waits_for_a_pending_loss(model: TrainingClient) -> None:
