@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from tinker_lightning.client import models
 from tinker_lightning.client.awaitable import starts
 from tinker_lightning.client.files import checkpoints, download, peft_folder
 from tinker_lightning.client.futures import TinkerFuture, in_thread
@@ -148,9 +149,7 @@ class ServiceClient:
             weights_access_token: Grants access to weights of another account.
             optimizer: As in `create_lora_training_client`.
         """
-        client = self._client_for(path, base_model, user_metadata, optimizer)
-        client.load_state(path, weights_access_token).result()
-        return client
+        return self._create_from("load_state", path, base_model, user_metadata, weights_access_token, optimizer)
 
     create_training_client_from_state_async = in_thread(create_training_client_from_state)
 
@@ -163,9 +162,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Creates a model with saved weights and optimizer state: training resumes exactly where it stopped."""
-        client = self._client_for(path, base_model, user_metadata)
-        client.load_state_with_optimizer(path, weights_access_token).result()
-        return client
+        return self._create_from("load_state_with_optimizer", path, base_model, user_metadata, weights_access_token)
 
     create_training_client_from_state_with_optimizer_async = in_thread(create_training_client_from_state_with_optimizer)
 
@@ -285,21 +282,28 @@ class ServiceClient:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "errored"
             self._channel.close(status, read_failures=False)
 
-    def _client_for(
-        self, path: str, base_model: str | None, user_metadata: dict[str, str] | None, optimizer: Any = None
+    def _create_from(
+        self,
+        operation: Literal["load_state", "load_state_with_optimizer"],
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, str] | None,
+        token: str | None,
+        optimizer: Any = None,
     ) -> TrainingClient:
+        self._channel.raise_left_over()
         info = self.weights_info(path)
         if info.lora_rank is None:
             raise InvalidInput(f"{path}: the server does not report its LoRA rank, so no model can be created for it")
-        return self.create_lora_training_client(
-            base_model or info.base_model,
-            info.lora_rank,
-            train_mlp=info.train_mlp is not False,
-            train_attn=info.train_attn is not False,
-            train_unembed=info.train_unembed is not False,
-            user_metadata=user_metadata,
-            optimizer=optimizer or info.optimizer_config,
-        )
+        layers = (getattr(info, name) is not False for name in ("train_unembed", "train_mlp", "train_attn"))
+        lora, kind = LoraConfig(info.lora_rank, None, *layers), optimizer_kind(optimizer or info.optimizer_config)
+        settings = self._channel, self.losses, base_model or info.base_model, lora, user_metadata, kind
+        if models.in_one_request(self.session.dialect) and token is None:
+            return TrainingClient.create(*settings, (path, operation))
+        client = TrainingClient.create(*settings)
+        load = client.load_state if operation == "load_state" else client.load_state_with_optimizer
+        load(path, token).result()
+        return client
 
 
 def connect(

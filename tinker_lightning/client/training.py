@@ -8,15 +8,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from tinker_lightning.client import models
 from tinker_lightning.client.awaitable import AwaitableClient, starts
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.files import checkpoints, download, tokenizer
-from tinker_lightning.client.files.checkpoints import remove
 from tinker_lightning.client.futures import in_thread, submitted
 from tinker_lightning.client.passes.sender import ProtocolSender
 from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.training_base import BaseTrainingClient
-from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, Unsupported
 from tinker_lightning.types import (
@@ -28,8 +27,8 @@ from tinker_lightning.types import (
     SaveWeightsResponse,
 )
 from tinker_lightning.types import requests as rq
-from tinker_lightning.types.params import OPTIMIZERS, to_optim_params
-from tinker_lightning.types.responses import CreateModelResponse, SaveWeightsExternalResponse
+from tinker_lightning.types.params import OPTIMIZERS, optimizer_kind, to_optim_params
+from tinker_lightning.types.responses import SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,11 +46,11 @@ logger = logging.getLogger("tinker_lightning.client")
 class TrainingClient(AwaitableClient, BaseTrainingClient):
     """Trains one model on a server. Created by a `ServiceClient`."""
 
-    def __init__(self, channel: Channel, losses: Losses, model_id: str, optimizer_kind: str = AdamParams.kind) -> None:
-        sender = ProtocolSender(channel, losses, model_id, partial(_cross_entropy_fault, channel, losses, model_id))
-        super().__init__(model_id, sender)
+    def __init__(self, channel: Channel, losses: Losses, model_id: str, model: rq.CreateModelRequest) -> None:
+        sender = ProtocolSender(channel, losses, model_id, model, partial(_cross_entropy_fault, channel, losses))
+        super().__init__(sender)
         self.losses = losses
-        self.optimizer_kind = optimizer_kind
+        self.optimizer_kind = optimizer_kind(model.optimizer_config)
         self._channel = channel
         self.sender = sender
 
@@ -64,16 +63,31 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         lora: LoraConfig,
         user_metadata: dict[str, str] | None,
         optimizer: str = AdamParams.kind,
+        state: tuple[str, str] | None = None,
     ) -> Self:
-        """Creates a model on the server and waits until it exists."""
+        """Creates a model on the server and waits until it exists.
+
+        Args:
+            channel: The connection and session.
+            losses: The losses of the session that run on the server.
+            base_model: The base model.
+            lora: The adapter.
+            user_metadata: What the server records about the model.
+            optimizer: Its optimizer, by the protocol's name.
+            state: The path of a state from which the model is created in one request, and the way to load it:
+                `load_state` or `load_state_with_optimizer`.
+        """
         session = channel.session
         is_known = session.dialect.knows("create_model", "optimizer_config")
         config = dict(OPTIMIZERS[optimizer].config) if is_known or optimizer != AdamParams.kind else None
         request = rq.CreateModelRequest(
             session.session_id, channel.count("model"), base_model, lora, user_metadata, config
         )
-        created = channel.wait(operate(session, "create_model", request, CreateModelResponse))
-        return channel.watch(cls(channel, losses, created.model_id, optimizer))
+        if state is None:
+            model_id = channel.wait(models.create(session, request))
+        else:
+            model_id = channel.wait(models.create_from_state(session, request, *state))
+        return channel.watch(cls(channel, losses, model_id, request))
 
     def optim_step(self, optim_params: Any = None, *, adam_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an optimizer step on the accumulated gradient.
@@ -263,17 +277,17 @@ def _cross_entropy_fault(channel: Channel, losses: Losses, model_id: str) -> str
     """Returns why `cross_entropy` is not a plain sum, measured on a second model, which is removed afterwards."""
     info = channel.call("/api/v1/get_info", rq.GetInfoRequest(model_id), GetInfoResponse)
     logger.info("measuring on a second model whether %s computes cross_entropy as a plain sum", channel.url)
-    models: list[TrainingClient] = []
+    clients: list[TrainingClient] = []
     paths: list[str] = []
     try:
         name = info.model_data.model_name or ""
-        models.append(TrainingClient.create(channel, losses, name, LoraConfig(rank=8, seed=0), None))
-        paths.append(models[0].save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
-        return measure.cross_entropy_fault(measure.Scratch(models[0], paths[0]))
+        clients.append(TrainingClient.create(channel, losses, name, LoraConfig(rank=8, seed=0), None))
+        paths.append(clients[0].save_state(f"measured-{uuid.uuid4().hex[:8]}").result().path)
+        return measure.cross_entropy_fault(measure.Scratch(clients[0], paths[0]))
     except (InvalidInput, OperationFailed, NotFound) as error:
         return f"it could not be measured: {error}"
     finally:
-        for path in remove(channel, models, paths):
+        for path in models.remove(channel, clients, paths):
             logger.warning(
                 "%s was saved to measure gradients, and stays on %s, which did not delete it", path, channel.url
             )

@@ -51,17 +51,23 @@ class BaseTrainingClient:
     next call.
 
     Args:
-        model_id: The model.
         sender: Sends its requests.
     """
 
-    def __init__(self, model_id: str, sender: Sender) -> None:
-        self.model_id = model_id
+    def __init__(self, sender: Sender) -> None:
         self.unread = UnreadFailures()
         self._sender = sender
         self._queue = PassQueue(sender, self.unread)
         self._warned_of_optimizer = False
         self._warned_of_gradient = False
+        self._loading: TinkerFuture[LoadWeightsResponse] | None = (
+            None  # into a new model, which takes the place of this
+        )
+
+    @property
+    def model_id(self) -> str:
+        """The model; another one after a state was loaded on a server that loads only into new models."""
+        return self._sender.model_id
 
     def forward(
         self,
@@ -193,7 +199,9 @@ class BaseTrainingClient:
     forward_backward_custom_async = submitted(forward_backward_custom)
 
     async def forwards_async(self) -> None:
-        """Waits for the log-probabilities of pending custom losses, which a step or a save evaluates."""
+        """Waits for what a step or a save needs: the log-probabilities of pending custom losses, and a new model."""
+        if self._loading is not None:
+            await self._loading.wait_async()
         await self._queue.forwards_async()
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> TinkerFuture[LoadWeightsResponse]:
@@ -315,12 +323,14 @@ class BaseTrainingClient:
     def _load(self, name: str, path: str, token: str | None) -> TinkerFuture[LoadWeightsResponse]:
         self._before_load(name)
         with self._changing() as samples:
-            return self.unread.add(self._sender.load(name, path, token, samples))
+            loaded = self.unread.add(self._sender.load(name, path, token, samples))
+        self._loading = loaded if self.dialect.loads_first else None
+        return loaded
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
         reason = f"dropped by {name}, before which no optim_step was called"
-        if self.dialect.clears_gradient:
+        if self.dialect.clears_gradient or self.dialect.loads_first:
             self._flush()
             self._queue.clear(reason)
             return
@@ -341,6 +351,9 @@ class BaseTrainingClient:
     def _check(self) -> None:
         """Raises the first unhandled failure, or if the client can no longer be used."""
         self._sender.check()
+        if self._loading is not None:
+            self._loading.wait()
+            self._loading = None
         self.unread.raise_first()
 
     def _flush(self) -> None:

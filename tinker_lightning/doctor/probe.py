@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tinker_lightning.client import models
 from tinker_lightning.client.dialects.measure import Scratch
 from tinker_lightning.client.dialects.surrogate import Surrogate
-from tinker_lightning.client.files.checkpoints import remove
 from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.errors import TinkerLightningError
 
@@ -94,7 +94,7 @@ class Probe:
 
     def end_check(self) -> None:
         """Removes the checkpoints and models of a check, as far as the server can."""
-        self.left += remove(self.service._channel, self._models, self._paths)
+        self.left += models.remove(self.service._channel, self._models, self._paths)
         self._paths, self._models = [], []
 
     def close(self) -> None:

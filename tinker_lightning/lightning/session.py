@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
-from tinker_lightning.client import connect
+from tinker_lightning.client import connect, models
 from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.lightning import _compat
 from tinker_lightning.remote import group
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 # How many seconds a run that is ending waits for the server.
 LAST_WAIT = 5.0
-
-# Settings that choose which layers have an adapter.
-_LAYERS = ("train_mlp", "train_attn", "train_unembed")
 
 
 class SessionModule(pl.LightningModule):
@@ -147,6 +144,8 @@ class Session:
             return self._service.create_lora_training_client(self.base_model, **settings)
         with _explaining_missing(path, self._service):
             _check_saved(path, self._service.weights_info(path), settings)
+            if models.in_one_request(self._service.session.dialect):
+                return self._service.create_training_client_from_state_with_optimizer(path, self.base_model)
             client = self._service.create_lora_training_client(self.base_model, **settings)
             client.load_state_with_optimizer(path).result()
             return client
@@ -238,9 +237,7 @@ class PromptSampler:
 
 def _check_saved(path: str, info: WeightsInfoResponse, settings: dict[str, Any]) -> None:
     """Raises `InvalidInput` if a state has another adapter or optimizer, as far as the server reports them."""
-    saved = {"rank": info.lora_rank, **{name: getattr(info, name) for name in _LAYERS}}
-    saved["optimizer"] = (info.optimizer_config or {}).get("type")
-    if differ := {name: value for name, value in saved.items() if value not in (None, settings[name])}:
+    if differ := models.differences(info, settings):
         theirs = ", ".join(f"{name}={value}" for name, value in differ.items())
         own = ", ".join(f"{name}={settings[name]}" for name in differ)
         raise InvalidInput(

@@ -36,6 +36,7 @@ OLD_NESTED_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 NEWER_FIELDS = frozenset(
     {
         "create_model.optimizer_config",
+        "load_weights.session_id",  # creates a model from a state in one request
         "save_weights.overwrite",
         "save_weights.ttl_seconds",
         "save_weights.user_metadata",
@@ -82,6 +83,9 @@ class Dialect:
         clips_gradients: Whether `grad_clip_norm` is honored.
         resets_optimizer: Whether `load_state` resets the optimizer state.
         clears_gradient: Whether loading a state clears the gradient that was accumulated since the last step.
+        loads_first: Whether a state can be loaded only by the first request of a model. The client then loads it into a
+            new model, which takes the place of the earlier one.
+        unloads_models: Whether a model can be unloaded before its session ends.
         deletes_checkpoints: Whether saved states can be deleted.
         samples_old_weights: Whether saved weights can be sampled while their model is trained further; False if that
             would replace the weights in training, or sample from those.
@@ -103,6 +107,8 @@ class Dialect:
     clips_gradients: bool = True
     resets_optimizer: bool = True
     clears_gradient: bool = False
+    loads_first: bool = False
+    unloads_models: bool = True
     deletes_checkpoints: bool = True
     samples_old_weights: bool = True
     unit_forward_weights: bool = False
@@ -145,6 +151,16 @@ class Dialect:
         return (
             f". The server is older than its dialect {self.name!r}, which sends newer fields. Connect with "
             f"dialect=mine.but(newer_fields=mine.newer_fields - {set(names)}), where mine is client.dialect"
+        )
+
+    def load_hint(self, error: str) -> str:
+        """Returns what to do if loading a state into a model has failed because the server does not permit it."""
+        if self.loads_first or "not permitted" not in error:
+            return ""
+        return (
+            f" The server loads states only into new models, unlike servers of the dialect {self.name!r}. "
+            f"Pass connect(dialect=dialect_named({self.name!r}).but(loads_first=True)), or create a client from the "
+            "state with create_training_client_from_state_with_optimizer()."
         )
 
     def check_targets(self, data: Sequence[Datum]) -> None:

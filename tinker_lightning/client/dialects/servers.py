@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
 
-HOSTED = Dialect(name="hosted", clears_gradient=True)
+HOSTED = Dialect(name="hosted", clears_gradient=True, loads_first=True)
 EMBEDDED = Dialect(name="embedded", clears_gradient=True)
 # What servers of other projects have in common: what the protocol promises, except for what they are seen to lack.
 _PROTOBUF = Dialect(
@@ -72,6 +72,7 @@ TWINKLE = _JSON.but(
 OPEN_RL = _JSON.but(
     name="open-rl",
     forward="zero_weights",
+    unloads_models=False,
     deletes_checkpoints=False,
     samples_old_weights=False,
 )

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tinker_lightning.client.transport.operations import operate
-from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError, Unsupported
+from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.types import WeightsInfoResponse
-from tinker_lightning.types.requests import TtlRequest, UnloadModelRequest, WeightsInfoRequest
-from tinker_lightning.types.responses import CheckpointsList, UnloadModelResponse
+from tinker_lightning.types.requests import TtlRequest, WeightsInfoRequest
+from tinker_lightning.types.responses import CheckpointsList
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import httpx
 
-    from tinker_lightning.client.training_base import BaseTrainingClient
-    from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.connection import Connection
     from tinker_lightning.client.transport.session import Session
 
@@ -164,27 +160,3 @@ def missing(path: str) -> NotFound:
 
 def _is_crash(response: httpx.Response) -> bool:
     return response.status_code == 500
-
-
-logger = logging.getLogger("tinker_lightning.client")
-
-# How long the removal of a model may take, in seconds.
-_SECONDS = 30.0
-
-
-def remove(channel: Channel, models: Iterable[BaseTrainingClient], paths: Iterable[str]) -> list[str]:
-    """Removes models and checkpoints as far as the server can; returns the paths of the checkpoints that stay."""
-    session, left = channel.session, []
-    for path in paths:
-        try:
-            channel.wait(delete(session, path, missing_ok=True))
-        except TinkerLightningError:
-            left.append(path)
-    for model in models:
-        request = UnloadModelRequest(model.model_id)
-        try:
-            channel.run(operate(session, "unload_model", request, UnloadModelResponse)).result(_SECONDS)
-        except (TinkerLightningError, TimeoutError) as error:
-            logger.info("the model %s stays on %s until the session ends: %s", model.model_id, channel.url, error)
-        model.unread.take_failures()  # whoever measured it has reported them
-    return left

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from tinker_lightning.client import models
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes import preparation
@@ -18,6 +21,7 @@ from tinker_lightning.types import requests as rq
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.passes.live_weights import LiveWeights
@@ -40,9 +44,9 @@ class SubmitOrder:
     sent after a lost answer, because its gradient is unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saved: str | None = None) -> None:
         self.rejected = 0
-        self.saved: str | None = None  # the last state that was saved
+        self.saved = saved  # the last state that was saved
         self.lost: AnswerLost | None = None
         self._last: asyncio.Event | None = None
 
@@ -117,21 +121,31 @@ class ProtocolSender:
         channel: The connection and session.
         losses: The losses of the session that run on the server.
         model_id: The model.
+        model: The request that has created it, or one with the same settings.
         find_fault: Measures why the server's `cross_entropy` is not a plain sum; None if it is one.
     """
 
     waits_for_samples = False
 
-    def __init__(self, channel: Channel, losses: Losses, model_id: str, find_fault: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        losses: Losses,
+        model_id: str,
+        model: rq.CreateModelRequest,
+        find_fault: Callable[[str], str | None],
+    ) -> None:
         self.channel = channel
         self.losses = losses
         self.session = channel.session  # which exists, because the model does
         # Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid.
         self.prepare = partial(preparation.prepare, self.session, losses)
-        self._model_id = model_id
+        self.model_id = model_id
+        self.model = model
         self._lock = threading.Lock()
         self._last_number = 0
         self._order = SubmitOrder()
+        self._in_flight: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._find_fault = find_fault
 
     @property
@@ -162,7 +176,7 @@ class ProtocolSender:
         """Returns the built-in loss that carries custom losses; measured once on a server of an unknown kind."""
         session = self.session
         if session.dialect.surrogate is None:
-            if (fault := self._find_fault()) is not None:
+            if (fault := self._find_fault(self.model_id)) is not None:
                 raise Unsupported(
                     f"custom losses would train wrong on {self.channel.url}: {fault}. Run `tinker-lightning doctor "
                     f"{self.channel.url}` for the details, and pass what it saves to connect(dialect=...)."
@@ -175,13 +189,20 @@ class ProtocolSender:
     ) -> list[TinkerFuture[ForwardBackwardOutput]]:
         """Sends passes: all of them, or none if one cannot be encoded."""
         return self._start(
-            [parts(self.session, self._model_id, request, forward_only=forward_only) for request in requests]
+            [parts(self.session, self.model_id, request, forward_only=forward_only) for request in requests]
         )
 
     def load(
         self, name: str, path: str, token: str | None, after: Sequence[TinkerFuture[Any]]
     ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into the model, when the futures in `after` are done."""
+        """Loads saved weights into the model, when the futures in `after` are done.
+
+        Where the server loads only first, a model with the weights takes its place when the result arrives.
+        """
+        if self.dialect.loads_first and self._last_number:
+            model = replace(self.model, model_seq_id=self.channel.count("model"))
+            created = self.channel.run(models.create_again(self.session, model, path, name, token))
+            return TinkerFuture(created, f"{name} of {self.model_id}").then(partial(self._point_to, path))
         settings = path, name == "load_state_with_optimizer", token
         return self.submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings, after=after)
 
@@ -199,7 +220,7 @@ class ProtocolSender:
         dialect = self.dialect
 
         def operations(number: int) -> list[Operation[T]]:
-            return [encode(dialect, endpoint, request(self._model_id, number, *args, **kw), result, name)]
+            return [encode(dialect, endpoint, request(self.model_id, number, *args, **kw), result, name)]
 
         (future,) = self._start([(operations, lambda results: results[0])], after)
         return future
@@ -209,6 +230,15 @@ class ProtocolSender:
         with self._lock:
             self._last_number += count
             return self._last_number - count + 1
+
+    def _point_to(self, path: str, created: tuple[str, int]) -> LoadWeightsResponse:
+        """Continues with a model that was created from a state, and unloads the earlier one when it is idle."""
+        with self._lock:
+            earlier, in_flight = self.model_id, [TinkerFuture(each, "") for each in self._in_flight]
+            self.model_id, self._last_number = created
+            self._order = SubmitOrder(path)
+        self.channel.run(models.unload(self.session, earlier, in_flight))
+        return LoadWeightsResponse(path, self.model_id)
 
     def _start(self, requests: list[Parts[T]], after: Sequence[TinkerFuture[Any]] = ()) -> list[TinkerFuture[T]]:
         """Numbers, encodes and starts requests under the lock, so that none is lost or overtaken.
@@ -223,7 +253,9 @@ class ProtocolSender:
                 encoded.append([recorded(session, each) for each in operations(last + 1)])
                 last += len(encoded[-1])
             self._last_number = last
-            return [
+            futures = [
                 TinkerFuture(self.channel.run(perform_all(session, self._order, each, combine, after)), str(each[0]))
                 for each, (_, combine) in zip(encoded, requests, strict=True)
             ]
+            self._in_flight.update(future._source for future in futures)
+            return futures

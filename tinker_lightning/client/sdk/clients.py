@@ -66,11 +66,17 @@ class OfficialTrainingClient(BaseTrainingClient):
         self, client: Any, inner: Any = None, dialect: Dialect | None = None, *, sender: SdkSender | None = None
     ) -> None:
         self._sdk = sender or SdkSender(client, client if inner is None else inner, dialect)
-        super().__init__(self._sdk.model_id, self._sdk)
-        self.client = client
-        self._inner = self._sdk.inner
-        self._calls = self._sdk.calls
+        super().__init__(self._sdk)
         weakref.finalize(self, self.unread.log_failures, _EXIT_SECONDS)
+
+    @property
+    def client(self) -> Any:
+        """The client that is called; a new one after a state was loaded on a server that loads only into new models."""
+        return self._sdk.client
+
+    @property
+    def _calls(self) -> Calls:
+        return self._sdk.calls
 
     def optim_step(self, optim_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an AdamW step on the accumulated gradient."""
@@ -145,7 +151,7 @@ class OfficialTrainingClient(BaseTrainingClient):
     def create_base_sampling_client(self, base_model: str | None = None) -> OfficialSamplingClient:
         """Returns a client that samples from a base model; by default the one that is trained."""
         name = base_model or self._info().model_data.model_name  # from which the SDK loads the tokenizer
-        create = partial(tinker.SamplingClient.create, self._inner.holder, base_model=name)
+        create = partial(tinker.SamplingClient.create, self._sdk.inner.holder, base_model=name)
         return self._sampler("create_sampling_client", create)
 
     def _sampler(
@@ -239,7 +245,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     @property
     def _rest(self) -> tinker.RestClient:
-        return tinker.RestClient(self._inner.holder)
+        return tinker.RestClient(self._sdk.inner.holder)
 
     def _save(self, method: str, name: str, **optional: Any) -> Any:
         """Calls a save with the arguments that have a value; versions of the SDK differ in the arguments they know."""

@@ -43,7 +43,7 @@ class Calls:
 
     def translated(self, operation: str, action: Callable[[], Any]) -> Any:
         """Runs an action and waits if it returns a future; converts its errors to ours."""
-        return self._sent(operation, lambda: _value(action()))
+        return self._sent(operation, lambda: value(action()))
 
     def _sent(self, operation: str, action: Callable[[], Any]) -> Any:
         try:
@@ -68,6 +68,11 @@ class Calls:
 
 # Waits for futures that cannot call back, such as those of other vendors.
 _waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tinker-lightning-futures")
+
+
+def in_thread(action: Callable[[], T]) -> Future[T]:
+    """Runs an action that waits for the server on a thread."""
+    return _waiting.submit(action)
 
 
 def _source(sent: Any) -> Future[Any]:
@@ -100,7 +105,7 @@ def _all(sources: list[Future[Any]]) -> Future[list[Any]]:
     return gathered
 
 
-def _value(returned: Any) -> Any:
+def value(returned: Any) -> Any:
     """Returns the result of a call that may return a future of it: all of them do from SDK 0.38 on."""
     return returned.result() if callable(getattr(returned, "result", None)) else returned
 

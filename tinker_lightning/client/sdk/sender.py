@@ -6,10 +6,12 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import tinker
 from tinker import types as sdk
 
 from tinker_lightning.client.dialects import servers
@@ -17,17 +19,17 @@ from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import live_weights, preparation
 from tinker_lightning.client.passes.request import combine_outputs, size, split
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.sdk.requests import Calls, in_thread, value
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import fetch_capabilities
 from tinker_lightning.client.transport.target import Credentials
-from tinker_lightning.errors import Unsupported
+from tinker_lightning.errors import InvalidInput, Unsupported
 from tinker_lightning.threads.background import BackgroundLoop
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.types import Datum
+
+logger = logging.getLogger("tinker_lightning.client")
 
 # A batch below both limits is sent in one request by every version of the SDK. Some split it at 5,000,000 bytes by an
 # estimate that is up to 2.5 times ours.
@@ -63,6 +67,7 @@ class SdkSender:
         self.model_id = str(getattr(inner, "model_id", type(client).__name__))
         self.calls = Calls(self.model_id)
         self._dialect = dialect
+        self._has_moved = False  # to another model, with the log saying so
 
     @property
     def dialect(self) -> Dialect:
@@ -138,8 +143,13 @@ class SdkSender:
         token: str | None,
         after: Sequence[TinkerFuture[Any]],  # noqa: ARG002 what must end first was waited for at the call
     ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into the model."""
+        """Loads saved weights into the model; into a new one, with a client of its own, where the server wants that."""
         settings = {} if token is None else {"weights_access_token": token}
+        if self.dialect.loads_first:
+            create = functools.partial(self._create_from, self._creation(name), name, path, settings)
+            return self.calls.submit(
+                name, lambda: in_thread(create), lambda _: LoadWeightsResponse(path, self.model_id)
+            )
 
         def load() -> Any:
             with warnings.catch_warnings():  # the SDK recommends creating a new client instead
@@ -147,6 +157,43 @@ class SdkSender:
                 return getattr(self.client, name)(path, **settings)
 
         return self.calls.submit(name, load, lambda result: LoadWeightsResponse(result.path))
+
+    def _creation(self, name: str) -> Callable[..., Any]:
+        """Returns the SDK's method that creates a client from a state in the session of this one."""
+        service = tinker.ServiceClient()  # opens nothing before it is used
+        if type(self.client) is not tinker.TrainingClient or not hasattr(service, "_session_holder"):
+            raise Unsupported(
+                f"{name}: servers of the dialect {self.dialect.name!r} load states only into new models, and a new "
+                f"{type(self.client).__name__} cannot be created here. Create one from the state, with the SDK's "
+                "create_training_client_from_state_with_optimizer(), and pass that."
+            )
+        service._session_holder = service._rest_holder = self.client.holder
+        method: Callable[..., Any] = getattr(service, name.replace("load", "create_training_client_from"))
+        return method
+
+    def _create_from(self, creation: Callable[..., Any], name: str, path: str, settings: dict[str, str]) -> None:
+        """Continues with a client that is created from a state."""
+        client = value(creation(path, **settings))
+        earlier, created = (value(each.get_info()) for each in (self.client, client))
+        for what in ("lora_rank", "model_name"):
+            if getattr(earlier, what) != getattr(created, what):
+                raise InvalidInput(
+                    f"{name}: {path} has {what}={getattr(created, what)}, but this model has {getattr(earlier, what)}. "
+                    "Create a client from the state instead: create_training_client_from_state()."
+                )
+        if not self._has_moved:
+            self._has_moved = True
+            logger.warning(
+                "%s: %s loads states only into new models. From here on, the model %s is trained; the SDK's client that "
+                "was passed stays with %s. The SDK's client of the new model is `client` of the backend.",
+                name,
+                self.server,
+                client.model_id,
+                self.model_id,
+            )
+        self.client = self.inner = client
+        self.model_id = str(client.model_id)
+        self.calls = Calls(self.model_id)
 
     def _split(self, request: ServerPass) -> list[list[Datum]]:
         """Splits a batch where the server divides by the sequences of a request, so that each call is one request.

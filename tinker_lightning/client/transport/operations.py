@@ -212,8 +212,10 @@ def _is_missing_checkpoint(operation: Operation[Any], error: TinkerLightningErro
 
 
 def _hint(session: Session, operation: Operation[Any], error: TinkerLightningError) -> str:
-    """Returns the likely cause if an operation meets no endpoint for it, or a pass one that crashes on its encoding."""
+    """Returns the likely cause if an operation meets no endpoint for it, or one that does not take it."""
     name, text = session.dialect.name, str(error)
+    if operation.endpoint == "load_weights" and (hint := session.dialect.load_hint(text)):
+        return f".{hint}"
     missing = text.endswith((": Not Found", "(HTTP 405)", "(HTTP 415)"))
     is_pass = operation.result is ForwardBackwardOutput and not session.dialect.deduplicates
     if not missing and not (is_pass and (isinstance(error, NotFound) or "(HTTP 500)" in text)):
