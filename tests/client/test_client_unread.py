@@ -15,6 +15,7 @@ from tinker_lightning.client import ServiceClient, TrainingClient
 from tinker_lightning.errors import ClientClosed, InvalidInput, LossWithoutGradient, NotFound, TinkerLightningError
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
+from tinker_lightning.types.requests import CreateModelRequest
 
 if TYPE_CHECKING:
     import threading
@@ -70,7 +71,7 @@ def test_every_call_raises_it(model: TrainingClient, call: str) -> None:
 
 
 def test_a_step_that_fails_unread_is_raised_too(model: TrainingClient, service: ServiceClient) -> None:
-    other = TrainingClient(service._channel, service.losses, "nobody")
+    other = TrainingClient(service._channel, service.losses, "nobody", CreateModelRequest("", 0, "tiny"))
     future = other.optim_step()
     future.wait()
     with pytest.raises(NotFound, match=r"optim_step: .*there is no model 'nobody'.*optim_step 1 of nobody") as caught:

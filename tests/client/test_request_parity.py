@@ -18,7 +18,9 @@ from tests.helpers.client_data import TEXTS
 from tinker_lightning.client import ServiceClient, TrainingClient, as_backend
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import create_app
+from tinker_lightning.server.endpoints import handshake
 from tinker_lightning.testing import RecordedRequest
+from tinker_lightning.types import requests as rq
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 # What only the SDK sends: flags that may change during a run, reports about itself, a second look at the configuration
 # by the part of it that needs no session, and one poll for all samples of a sampler.
 ONLY_THEIRS = {"client/dynamic_config", "telemetry", "retrieve_futures"}
-# What only we ask: whether the server has extensions.
-ONLY_OURS = {"get_server_capabilities"}
+# What only we ask: whether the server has extensions, and which optimizer a state has.
+ONLY_OURS = {"get_server_capabilities", "weights_info"}
 # Where we say something else on purpose, and why.
 DIFFERENT = {
     # The SDK asks for the size of a large result first, to bound its memory.
@@ -169,15 +171,19 @@ def use_everything(service: Any) -> None:
 def conversations(
     request: pytest.FixtureRequest, shared: EmbeddedTrainer, running: Running
 ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """What we and what the SDK said to the same app."""
+    """What we and what the SDK said to the same app, which asks versions before 0.38 to load states as that does."""
     said = []
-    for kind in ("ours", "theirs"):
-        recorder = Recorder(create_app(shared, extended=request.param == "extended"))
-        with running(recorder) as url:
-            use_everything(
-                ServiceClient(base_url=url) if kind == "ours" else tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
-            )
-        said.append(recorder.messages())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(handshake.CLIENT_CONFIG, "create_model_via_load_weights", True)
+        for kind in ("ours", "theirs"):
+            recorder = Recorder(create_app(shared, extended=request.param == "extended"))
+            with running(recorder) as url:
+                use_everything(
+                    ServiceClient(base_url=url)
+                    if kind == "ours"
+                    else tinker.ServiceClient(base_url=url, api_key=SDK_KEY)
+                )
+            said.append(recorder.messages())
     return said[0], said[1]
 
 
@@ -249,7 +255,10 @@ def test_another_optimizer_is_named_as_the_sdk_names_it(shared: EmbeddedTrainer,
                 if kind == "ours":
                     with pytest.raises(InvalidInput, match="the settings are for dimuon, but this model was"):
                         model.optim_step(params)
-                    model = TrainingClient(service._channel, service.losses, model.model_id, "dimuon")
+                    created_with = rq.CreateModelRequest(
+                        "", 0, "tiny", optimizer_config={"type": "dimuon", "version": 1}
+                    )
+                    model = TrainingClient(service._channel, service.losses, model.model_id, created_with)
                 with pytest.raises((InvalidInput, tinker.TinkerError), match="only adamw is supported, not 'dimuon'"):
                     model.optim_step(params).result()
         creation, *_ = [each for each in recorder.requests if each.path.endswith("create_model")]

@@ -11,12 +11,12 @@ from lightning import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.checkpoints import record_of, records_in, state_in
+from tests.helpers.imitations.load_first import LOADINGS_IN_SOAK, loading
 from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,9 +36,9 @@ def trainer(tmp_path: Path) -> Iterator[EmbeddedTrainer]:
     trainer.close()
 
 
-@pytest.fixture
-def service(trainer: EmbeddedTrainer) -> Iterator[ServiceClient]:
-    with embedded_service(trainer) as service:
+@pytest.fixture(params=LOADINGS_IN_SOAK)
+def service(request: pytest.FixtureRequest, trainer: EmbeddedTrainer) -> Iterator[ServiceClient]:
+    with loading(request.param, trainer) as service:
         yield service
 
 

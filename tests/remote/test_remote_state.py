@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import record_of
+from tests.helpers.imitations.load_first import LOADINGS, loading
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.remote.saved_state import SavedState
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 DATA = [Datum.from_tokens(list(b"All happy families are alike"))]
 
 
-@pytest.fixture
-def service() -> Iterator[ServiceClient]:
-    with embedded_service() as service:
+@pytest.fixture(params=LOADINGS)
+def service(request: pytest.FixtureRequest) -> Iterator[ServiceClient]:
+    with loading(request.param) as service:
         yield service
 
 

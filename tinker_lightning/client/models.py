@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.client.files import checkpoints
 from tinker_lightning.client.transport.operations import encode, operate, perform
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
-from tinker_lightning.types import LoadWeightsResponse, LoraConfig
+from tinker_lightning.types import AdamParams, LoadWeightsResponse, LoraConfig
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.params import optimizer_kind
 from tinker_lightning.types.responses import CreateModelResponse, UnloadModelResponse
@@ -42,19 +42,25 @@ def in_one_request(dialect: Dialect) -> bool:
     return dialect.knows("load_weights", "session_id")
 
 
-async def create_from_state(session: Session, model: rq.CreateModelRequest, path: str, operation: str) -> str:
+async def create_from_state(
+    session: Session, model: rq.CreateModelRequest, info: WeightsInfoResponse, path: str, operation: str
+) -> str:
     """Creates a model with saved weights in one request; returns its id.
 
     Args:
         session: The session.
-        model: The settings of the model, which the state must have.
+        model: The settings of the model.
+        info: What the server reports about the state, which has the same adapter and optimizer.
         path: Where the weights were saved.
         operation: `load_state` or `load_state_with_optimizer`.
     """
     optimizer = operation == "load_state_with_optimizer"
-    config = None if optimizer else model.optimizer_config  # the state has one
+    base_model = None if model.base_model == info.base_model else model.base_model
+    # AdamW is the default, and a state with an optimizer determines its kind.
+    is_default = optimizer or optimizer_kind(model.optimizer_config) == AdamParams.kind
+    config = None if is_default else model.optimizer_config
     request = rq.CreateFromWeightsRequest(
-        session.session_id, model.model_seq_id, path, optimizer, model.base_model, model.user_metadata, config
+        session.session_id, model.model_seq_id, path, optimizer, base_model, model.user_metadata, config
     )
     loaded = await perform(session, encode(session.dialect, "load_weights", request, LoadWeightsResponse, operation))
     return loaded.model_id or request.model_id
@@ -69,12 +75,13 @@ async def create_again(
         InvalidInput: If the state has another adapter, base model or optimizer, as far as the server reports them.
     """
     if in_one_request(session.dialect) and token is None:
-        if saved := differences(await checkpoints.weights_info(session.connection, path), settings_of(model)):
+        info = await checkpoints.weights_info(session.connection, path)
+        if saved := differences(info, settings_of(model)):
             raise InvalidInput(
                 f"{operation}: {path} has {', '.join(f'{name}={value}' for name, value in saved.items())}, unlike this "
                 "model. Create a model from the state instead: create_training_client_from_state()."
             )
-        return await create_from_state(session, model, path, operation), 0
+        return await create_from_state(session, model, info, path, operation), 0
     # With a token, the state may not be described to this account; here the server compares it with the model.
     model_id = await create(session, model)
     load = rq.LoadWeightsRequest(model_id, 1, path, operation == "load_state_with_optimizer", token)

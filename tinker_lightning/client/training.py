@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.recording import Recording
+    from tinker_lightning.types import WeightsInfoResponse
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         lora: LoraConfig,
         user_metadata: dict[str, str] | None,
         optimizer: str = AdamParams.kind,
-        state: tuple[str, str] | None = None,
+        state: tuple[WeightsInfoResponse, str, str] | None = None,
     ) -> Self:
         """Creates a model on the server and waits until it exists.
 
@@ -74,7 +75,7 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
             lora: The adapter.
             user_metadata: What the server records about the model.
             optimizer: Its optimizer, by the protocol's name.
-            state: The path of a state from which the model is created in one request, and the way to load it:
+            state: What the server reports about a state from which the model is created in one request, its path, and
                 `load_state` or `load_state_with_optimizer`.
         """
         session = channel.session

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from tests.helpers.imitations.load_first import LOADINGS_IN_SOAK, loading
 from tests.helpers.resuming import KINDS, Bench, Everywhere, assert_same
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +29,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest.fixture(scope="module", params=LOADINGS_IN_SOAK)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     server = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("data"))
-    with embedded_service(server) as service:
+    with loading(request.param, server) as service:
         yield Bench(server, service)
     server.close()
 

@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.helpers.checkpoints import records_in, state_in
+from tests.helpers.imitations.load_first import LOADINGS_IN_SOAK, loading
 from tests.helpers.resuming import DATA, Bench, Everywhere, Mean, Rows, assert_same, loaders, state_of
 from tests.helpers.soaking import first_only
 from tinker_lightning import collate
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,10 +32,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest.fixture(scope="module", params=LOADINGS_IN_SOAK)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     server = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("data"))
-    with embedded_service(server) as service:
+    with loading(request.param, server) as service:
         yield Bench(server, service)
     server.close()
 
@@ -70,10 +70,15 @@ def test_files_of_model_checkpoint_resume_and_load_with_weights_only(bench: Benc
         assert resumed.rows.items() <= whole.rows.items()
 
 
+def loaded(bench: Bench) -> int:
+    """The number of models in the memory of the server."""
+    return sum(model.adapter is not None for model in bench.server.registry.models())
+
+
 def test_a_trainer_that_resumes_from_its_own_file_keeps_its_remote_model(bench: Bench, tmp_path: Path) -> None:
     pl.seed_everything(1, verbose=False)
     module, loader = bench.module(), loaders("generator")
-    models = len(bench.server.registry.models())
+    models = loaded(bench)
     saver = Everywhere(tmp_path, "batch end 0.3")
     options = {"logger": Rows(), "callbacks": [saver], "enable_checkpointing": True, "log_every_n_steps": 1}
     trainer = quiet(max_epochs=2, accumulate_grad_batches=2, **options)
@@ -83,7 +88,7 @@ def test_a_trainer_that_resumes_from_its_own_file_keeps_its_remote_model(bench: 
     trainer.fit(module, loader, ckpt_path=str(saver.files[0].path))
     assert module.seen == seen
     assert state_of(bench.server, module) == whole
-    assert len(bench.server.registry.models()) == models
+    assert loaded(bench) == models
 
 
 def test_an_epoch_cut_by_a_limit_resumes_under_a_higher_limit(bench: Bench, tmp_path: Path) -> None:

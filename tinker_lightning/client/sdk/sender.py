@@ -184,8 +184,8 @@ class SdkSender:
         if not self._has_moved:
             self._has_moved = True
             logger.warning(
-                "%s: %s loads states only into new models. From here on, the model %s is trained; the SDK's client that "
-                "was passed stays with %s. The SDK's client of the new model is `client` of the backend.",
+                "%s: %s loads states only into new models. From here on, the model %s is trained, by the SDK's client "
+                "in `client` of this backend; the one that was passed stays with %s.",
                 name,
                 self.server,
                 client.model_id,
