@@ -63,10 +63,22 @@ class Probe:
         """The model that most checks measure."""
         if self._scratch is None:
             client = self.model()
-            self._scratch = Scratch(client, self.save(client))
+            start = self.save(client)
+            self._find_loading(client, start)
+            self._scratch = Scratch(client, start)
             self._models.remove(client)
             self._paths.remove(self._scratch.start)
         return self._scratch
+
+    def _find_loading(self, client: TrainingClient, path: str) -> None:
+        """Finds out whether the server loads states only into new models, as all checks have to do then."""
+        session = self.service.session
+        try:
+            client.load_state_with_optimizer(path).result()
+        except TinkerLightningError as error:
+            if not session.dialect.load_hint(str(error)):
+                raise
+            self.dialect, session.dialect = (each.but(loads_first=True) for each in (self.dialect, session.dialect))
 
     def model(self, seed: int = 0, **flags: Any) -> TrainingClient:
         """Creates a model that is removed at the end of the check."""
