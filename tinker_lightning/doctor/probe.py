@@ -63,22 +63,26 @@ class Probe:
         """The model that most checks measure."""
         if self._scratch is None:
             client = self.model()
-            start = self.save(client)
-            self._find_loading(client, start)
-            self._scratch = Scratch(client, start)
+            if self._forbids_loads(client):
+                client = self.model()  # in whose numbers no request is missing
+            self._scratch = Scratch(client, self.save(client))
             self._models.remove(client)
             self._paths.remove(self._scratch.start)
         return self._scratch
 
-    def _find_loading(self, client: TrainingClient, path: str) -> None:
-        """Finds out whether the server loads states only into new models, as all checks have to do then."""
+    def _forbids_loads(self, client: TrainingClient) -> bool:
+        """Returns whether the server turns out to load states only into new models, as all checks do from then on."""
         session = self.service.session
+        if session.dialect.loads_first:
+            return False
         try:
-            client.load_state_with_optimizer(path).result()
+            client.load_state_with_optimizer(self.save(client)).result()
         except TinkerLightningError as error:
             if not session.dialect.load_hint(str(error)):
                 raise
             self.dialect, session.dialect = (each.but(loads_first=True) for each in (self.dialect, session.dialect))
+            return True
+        return False
 
     def model(self, seed: int = 0, **flags: Any) -> TrainingClient:
         """Creates a model that is removed at the end of the check."""
