@@ -202,7 +202,7 @@ def test_the_official_client_is_replaced_by_one_with_the_state(
         sdk = getattr(sdk, "result", lambda: sdk)()
         other: Any = theirs.create_lora_training_client("tiny", rank=8, seed=1)
         wide = getattr(other, "result", lambda: other)().save_state("wide").result().path
-        model = as_backend(sdk, HOSTED)
+        model: Any = as_backend(sdk, HOSTED)
         with loading("in place", trainer) as service:
             reference = service.create_lora_training_client("tiny", rank=4, seed=1)
             for each in (reference, model):
@@ -226,4 +226,5 @@ def test_the_official_client_is_replaced_by_one_with_the_state(
 
         sdk.__class__ = Mine
         with pytest.raises(Unsupported, match="a new Mine cannot be created here"):
-            as_backend(sdk, HOSTED).load_state(path)
+            mine: Any = as_backend(sdk, HOSTED)
+            mine.load_state(path)
