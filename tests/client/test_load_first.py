@@ -225,6 +225,6 @@ def test_the_official_client_is_replaced_by_one_with_the_state(
             """A client of the user's own, of which nobody else can create another one."""
 
         sdk.__class__ = Mine
+        mine: Any = as_backend(sdk, HOSTED)
         with pytest.raises(Unsupported, match="a new Mine cannot be created here"):
-            mine: Any = as_backend(sdk, HOSTED)
             mine.load_state(path)

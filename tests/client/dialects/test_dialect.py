@@ -88,6 +88,7 @@ def test_newer_fields_name_real_fields() -> None:
 
     classes = {
         "create_model": requests.CreateModelRequest,
+        "load_weights": requests.CreateFromWeightsRequest,
         "save_weights": requests.SaveWeightsRequest,
         "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
         "asample": requests.SampleRequest,

@@ -64,7 +64,7 @@ class LoadFirst:
 @contextlib.contextmanager
 def load_first_service(
     trainer: EmbeddedTrainer | None = None, *, dialect: Dialect = HOSTED, record: bool = False
-) -> Iterator[ServiceClient]:
+) -> Iterator[Any]:
     """A client of a trainer with the rule; `record` makes `service.transport` a recording of its requests."""
     with contextlib.ExitStack() as stack:
         if trainer is None:
