@@ -19,7 +19,7 @@ from tinker_lightning import Datum, ModelInput, RemoteAdamW, RemoteLM, RemoteMod
 from tinker_lightning.client import as_backend
 from tinker_lightning.client.sdk import adapters
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.server.engine.datum_losses import BoundLoss
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Rounding(RemoteModule):
 def test_a_zero_gradient_warns_with_the_name_of_the_loss(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())  # it warns once in a process
+    monkeypatch.setattr(custom, "_WARNED_OF_ZERO", set())  # it warns once in a process
     module = Rounding(service.create_lora_training_client("tiny", rank=4))
     module.chosen_route()
     optimizer = RemoteAdamW(module.lm.parameters())

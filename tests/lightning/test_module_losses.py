@@ -16,7 +16,7 @@ from tests.helpers.loss_fits import DATA, ByFunction, ByName, fit, weights_of
 from tests.helpers.soaking import diagonal, first_only, mostly_soak
 from tinker_lightning import Datum, Regularizer, RemoteModule, losses
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses import regularizers, surrogate
+from tinker_lightning.losses import custom, regularizers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -235,7 +235,7 @@ def test_a_zero_gradient_warns_once_with_the_name_of_the_loss(
 def test_a_zero_gradient_of_a_built_in_loss_warns_with_its_name(
     stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())
+    monkeypatch.setattr(custom, "_WARNED_OF_ZERO", set())
 
     class Policy(RemoteModule):
         loss = "importance_sampling"  # type: ignore[assignment]

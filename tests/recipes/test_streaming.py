@@ -15,7 +15,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from tests.helpers.rollouts import PROMPTS, Stream, Windows, code_points, constant, lower, record, rollouts
 from tests.helpers.trainers import SMALL, logprobs_of, new, quiet
 from tinker_lightning.errors import LossWithoutGradient
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def test_a_group_without_a_gradient_is_no_warning_while_others_have_one(
     service: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At first the model is its reference, so that the divergence of a group with equal rewards has no gradient."""
-    monkeypatch.setattr(surrogate, "_WARNED_OF_ZERO", set())
+    monkeypatch.setattr(custom, "_WARNED_OF_ZERO", set())
 
     def some(prompt: str, completion: str) -> float:
         return code_points(prompt, completion) if prompt == PROMPTS[0] else 1.0

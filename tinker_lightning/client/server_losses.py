@@ -13,7 +13,7 @@ from torch import Tensor
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.transport.operations import operate
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.graph import find_lines
 from tinker_lightning.lossgraph.graph_loss import (
@@ -60,7 +60,7 @@ class LossHandle:
             try:
                 selected = select_inputs(self.loss, to_datum(datum).loss_fn_inputs)
                 output = self.loss({"logprobs": each}, dense_tensors(selected, each.dtype))
-                surrogate.check_scalar(output.loss)
+                custom.check_scalar(output.loss)
             except InvalidInput as error:
                 raise located(type(error)(f"datum {i}: {self.name}: {error}"), [self.loss.program.graph]) from error
             terms.append(output.loss)
@@ -83,13 +83,13 @@ def located(error: BaseException, graphs: Sequence[Graph]) -> BaseException:
 def with_loss(output: ForwardBackwardOutput, data: list[Datum], handle: LossHandle) -> ForwardBackwardOutput:
     """Adds the locally computed loss to the result of a forward pass."""
     with torch.no_grad():
-        loss, metrics = handle(data, [leaf.detach() for leaf in surrogate.logprob_leaves(output, data)])
+        loss, metrics = handle(data, [leaf.detach() for leaf in custom.logprob_leaves(output, data)])
     own = {**output.metrics, "loss:sum": float(loss)}
-    metrics = {**surrogate.prefix_clashes(metrics, own, "loss"), **own}
+    metrics = {**custom.prefix_clashes(metrics, own, "loss"), **own}
     return replace(output, metrics=metrics)
 
 
-def times(handle: LossHandle, scale: float) -> surrogate.LossFn:
+def times(handle: LossHandle, scale: float) -> custom.LossFn:
     """Returns a loss with the same value and `scale` times the gradient."""
     if scale == 1:
         return handle

@@ -15,7 +15,7 @@ from tinker_lightning.client.passes.preparation import gap
 from tinker_lightning.client.passes.queue import PassQueue
 from tinker_lightning.client.server_losses import LossHandle, times, with_loss
 from tinker_lightning.errors import InvalidInput, Unsupported
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.types.datum import check_batch, to_datums
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.client.passes.sender import Sender
     from tinker_lightning.client.transport.recording import Recording
+    from tinker_lightning.losses.custom import LossFn
     from tinker_lightning.losses.regularizers.composition import Regularizer
-    from tinker_lightning.losses.surrogate import LossFn
     from tinker_lightning.lossgraph.server_loss import ServerLoss
     from tinker_lightning.types import Datum, ForwardBackwardOutput, LoadWeightsResponse
     from tinker_lightning.types.params import OptimParams
@@ -155,7 +155,7 @@ class BaseTrainingClient:
         handle = request.local
         if handle is None:
             return self.unread.add(self._queue.send(request))
-        evaluate = partial(surrogate.evaluate, times(handle, request.scale))
+        evaluate = partial(custom.evaluate, times(handle, request.scale))
         return self._submit_custom(request.data, request.data, evaluate)
 
     def forward_backward_custom(
@@ -263,7 +263,7 @@ class BaseTrainingClient:
         Raises:
             Unsupported: If the server is of an unknown kind, and its `cross_entropy` is not known to be a plain sum.
         """
-        if loss == surrogate.SURROGATE and self.dialect.surrogate is None:
+        if loss == custom.SURROGATE and self.dialect.surrogate is None:
             self._sender.surrogate()
         return not gap(self.dialect, loss)
 

@@ -18,12 +18,12 @@ from tinker_lightning.client.passes.request import reduced
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.session import LAST_WAIT, SessionModule
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
+from tinker_lightning.losses.custom import PASS_METRICS, prefix_clashes
 from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
 from tinker_lightning.losses.reduction import target_weights
-from tinker_lightning.losses.surrogate import PASS_METRICS, prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote import group
@@ -195,7 +195,7 @@ class DeferredMetrics:
             metrics = self._metrics(entry.requests, entry.share)
             if metrics.get("grad_norm") == 0:
                 for _, call in entry.requests.losses:
-                    surrogate.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
+                    custom.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
             if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
                 metrics.pop("learning_rate", None)  # which that callback logs
@@ -274,14 +274,14 @@ def pass_metrics(
     if not isinstance(loss, str) or loss not in BUILT_IN:
         metrics = {name: float(number) for name, number in output.metrics.items() if name not in PASS_METRICS}
         return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
-    if loss == surrogate.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
+    if loss == custom.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
         weights = torch.cat([target_weights(datum).flatten() for datum in data]).double()
-        return surrogate.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
+        return custom.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
     function = getattr(losses, loss)
     with torch.no_grad():
         try:
-            logprobs = surrogate.logprob_leaves(output, data)
-            return surrogate.numbers(function(data, logprobs, **supported_settings(function, config or {}))[1])
+            logprobs = custom.logprob_leaves(output, data)
+            return custom.numbers(function(data, logprobs, **supported_settings(function, config or {}))[1])
         except (InvalidInput, OperationFailed):
             return {}  # the server takes other inputs than the library, or returns no log-probabilities
 

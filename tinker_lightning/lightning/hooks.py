@@ -22,7 +22,7 @@ from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
 from tinker_lightning.lightning.session import LAST_WAIT
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote import group
 from tinker_lightning.remote.lm import RemoteHandle, holds_server_loss
@@ -134,10 +134,10 @@ class RemoteHooks(pl.Callback):
         if loss.requires_grad and loss.numel() == 1 and torch.isfinite(loss):
             return
         with self._module._dropping():
-            surrogate.check_scalar(loss)
-            surrogate.check_differentiable(loss)
+            custom.check_scalar(loss)
+            custom.check_differentiable(loss)
             if not holds_server_loss(loss):
-                surrogate.check_finite(loss)
+                custom.check_finite(loss)
 
     @override
     def on_after_backward(self, *_: Any) -> None:
@@ -146,7 +146,7 @@ class RemoteHooks(pl.Callback):
         received, self._received = self._received, module.lm.handle.remote.received
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
             with module._dropping():
-                raise LossWithoutGradient(surrogate.no_gradient_message())
+                raise LossWithoutGradient(custom.no_gradient_message())
         module._window_metrics.append(module._batch_metrics)
 
     @override

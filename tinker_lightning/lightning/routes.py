@@ -15,8 +15,9 @@ from tinker_lightning import losses
 from tinker_lightning.client.passes.preparation import spread
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
+from tinker_lightning.losses.custom import LossFn, function_name
 from tinker_lightning.losses.library import (
     TOKEN_COUNTS,
     check_settings,
@@ -25,7 +26,6 @@ from tinker_lightning.losses.library import (
     unwrap_partial,
 )
 from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
-from tinker_lightning.losses.surrogate import LossFn, function_name
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types.datum import to_datums
@@ -226,7 +226,7 @@ def _choose(
         return Route("server", _upload(loss, config, backend()), {}, local), requested
     if route == "auto" and is_of_library(loss) and not regularized and _takes_losses(backend()):
         return Route("server", _upload(loss, config, backend()), {}, local), "the server computes it in one pass"
-    surrogate.check_arguments(loss)
+    custom.check_arguments(loss)
     why = requested or (because if is_of_library(loss) else "") or "it is Python"
     return Route("two-pass", local, {}, local), why
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss, TinkerLightningError
+from tinker_lightning.losses.custom import function_name
 from tinker_lightning.losses.library import check_datums, is_of_library
-from tinker_lightning.losses.surrogate import function_name
 from tinker_lightning.lossgraph.graph_loss import (
     BATCH_SOURCES,
     GraphLoss,

@@ -11,7 +11,7 @@ from torch import fx
 from typing_extensions import override
 
 from tinker_lightning.errors import InvalidLoss
-from tinker_lightning.losses.surrogate import function_name
+from tinker_lightning.losses.custom import function_name
 from tinker_lightning.lossgraph.graph_loss import (
     OUTPUTS,
     GraphLoss,

@@ -18,7 +18,7 @@ from tinker_lightning.errors import InvalidInput, OperationFailed, check_choice
 from tinker_lightning.lightning import deferred_metrics, routes
 from tinker_lightning.lightning.deferred_metrics import LOSS, combined
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.losses import dro, surrogate
+from tinker_lightning.losses import custom, dro
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrap_partial
 from tinker_lightning.losses.regularizers import composition
@@ -214,7 +214,7 @@ class GroupLossModule(RemoteModule):
             if call.about is not None:
                 trained, data = call.about
                 try:
-                    logprobs = surrogate.logprob_leaves(output, data)
+                    logprobs = custom.logprob_leaves(output, data)
                 except (InvalidInput, OperationFailed):  # the server returns none
                     continue
                 scores.append(self._score(trained, data, [each.detach() for each in logprobs]))

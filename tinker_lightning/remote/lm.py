@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, Pass, ServerCall, tokens_of
 from tinker_lightning.remote.gradient import RemoteGradient
@@ -155,7 +155,7 @@ class RemoteLM(nn.Module):
         if torch.is_grad_enabled():
             remote.check_version(sent.version)
         output = remote.wait(sent.future)
-        logprobs = [leaf.detach() for leaf in surrogate.logprob_leaves(output, sent.datums)]
+        logprobs = [leaf.detach() for leaf in custom.logprob_leaves(output, sent.datums)]
         if not torch.is_grad_enabled():
             return logprobs
         call = Call(sent.datums, version=sent.version, logprobs=logprobs, retained=output.retained)

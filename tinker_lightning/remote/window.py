@@ -16,7 +16,7 @@ from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.sdk.adapters import as_backend
 from tinker_lightning.errors import InvalidInput, LossNotFinite, ResultTimeout, TinkerLightningError
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LINEAR_ONLY
 from tinker_lightning.remote.calls import Call, ServerCall, Step, TokenCount, tokens_of
 from tinker_lightning.remote.saved_state import SavedState
@@ -167,9 +167,9 @@ class RemoteModel:
             for i, gradient in enumerate(gradients):
                 if isinstance(call, ServerCall):
                     where = f"the server-side loss {call.name!r}: "
-                    surrogate.check_gradient(None, gradient, where, f"{_DROPPED} {LINEAR_ONLY}")
+                    custom.check_gradient(None, gradient, where, f"{_DROPPED} {LINEAR_ONLY}")
                 else:
-                    surrogate.check_gradient(None, gradient, f"datum {i}: ", _DROPPED)
+                    custom.check_gradient(None, gradient, f"datum {i}: ", _DROPPED)
         except LossNotFinite:
             self.drop()
             raise
@@ -221,7 +221,7 @@ class RemoteModel:
         try:
             prepared: list[PreparedCall] = [(copy.copy(call), call.prepare(self.backend)) for call in self.window]
             if own := [call.gradients or [] for call in self.window if isinstance(call, Call)]:
-                surrogate.warn_if_zero(list(itertools.chain(*own)), self.loss_name)
+                custom.warn_if_zero(list(itertools.chain(*own)), self.loss_name)
         except TinkerLightningError:
             self.drop()
             raise

@@ -15,7 +15,7 @@ from typing_extensions import override
 from tinker_lightning.client.dialects.surrogate import times
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client.passes.queue import PassQueue
     from tinker_lightning.client.passes.request import ServerPass
+    from tinker_lightning.losses.custom import Evaluation, LossFn
     from tinker_lightning.losses.regularizers.composition import Regularizer
-    from tinker_lightning.losses.surrogate import Evaluation, LossFn
 
     Evaluate: TypeAlias = Callable[[list[Any], list[Tensor]], Evaluation]
 
@@ -125,7 +125,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
             if self._settle_failure(self._forward._source) or loss is None or self._evaluation is not None:
                 return
             try:
-                self._leaves = surrogate.logprob_leaves(self._forward.result(), loss.datums)
+                self._leaves = custom.logprob_leaves(self._forward.result(), loss.datums)
                 self._evaluation = loss.evaluate(loss.data, self._leaves)
             except Exception as error:
                 if isinstance(error, TinkerLightningError) and error.operation is None:
@@ -150,7 +150,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
             self._loss, self._leaves, self._queue = None, [], None
         # A held pass is sent with the step, which raises its failure; the loss and its log-probabilities are known.
         passed = forward if backward is None else backward
-        merged = passed.then(lambda result: surrogate.add_loss_metrics(_with_logprobs(result, output), evaluation))
+        merged = passed.then(lambda result: custom.add_loss_metrics(_with_logprobs(result, output), evaluation))
         merged._source.add_done_callback(self._settle)
 
     def hold(self, request: ServerPass) -> None:
@@ -260,7 +260,7 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
 
 def _with_logprobs(output: ForwardBackwardOutput, forward: ForwardBackwardOutput) -> ForwardBackwardOutput:
     """Returns the result of a backward with log-probabilities, which retained forwards and some servers leave out."""
-    return output if surrogate.has_logprobs(output) else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
+    return output if custom.has_logprobs(output) else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
 
 
 def evaluation(
@@ -286,11 +286,11 @@ def evaluation(
         unless = "" if loss_fn is not None else "; it may be None only if there are regularizers"
         raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{unless}")
     if loss_fn is not None:
-        surrogate.check_arguments(loss_fn)
+        custom.check_arguments(loss_fn)
         if not terms:
-            return partial(surrogate.evaluate, loss_fn)
+            return partial(custom.evaluate, loss_fn)
     added = ", ".join(term.name for term in terms)
-    name = added if loss_fn is None else f"{surrogate.function_name(loss_fn)} with {added}"
+    name = added if loss_fn is None else f"{custom.function_name(loss_fn)} with {added}"
 
     def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
         def composed() -> tuple[Tensor, dict[str, Any]]:
@@ -298,6 +298,6 @@ def evaluation(
                 data, logprobs, loss_fn, terms, step=step, grad_norms=grad_norms, timeout=timeout
             )
 
-        return surrogate.differentiate(composed, logprobs, name=name)
+        return custom.differentiate(composed, logprobs, name=name)
 
     return evaluate

@@ -18,7 +18,7 @@ from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.client.passes.request import ServerPass, chunks_for, surrogate_pass
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES, scale_loss
 from tinker_lightning.lossgraph.graph_loss import SCALE, check_batch_inputs, select_inputs
 from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -242,8 +242,8 @@ def _with_sum(
     if scale and "loss:sum" in output.metrics:
         return _unscaled(output, scale=scale)
     metrics = {name: value for name, value in output.metrics.items() if name != "loss:sum"}
-    if loss in LOSSES and len(output.loss_fn_outputs) == len(data) and surrogate.has_logprobs(output):
-        logprobs = surrogate.read_logprobs(output, data)
+    if loss in LOSSES and len(output.loss_fn_outputs) == len(data) and custom.has_logprobs(output):
+        logprobs = custom.read_logprobs(output, data)
         metrics["loss:sum"] = LOSSES[loss].total(logprobs, [datum.loss_fn_inputs for datum in data], config)
     return replace(output, metrics=metrics)
 

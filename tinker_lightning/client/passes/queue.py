@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.client.passes.pending import PendingPass
 from tinker_lightning.client.passes.request import ServerPass, as_forward, surrogate_pass
 from tinker_lightning.errors import OperationFailed, Unsupported
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -61,8 +61,8 @@ class PassQueue:
     def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends a forward for the log-probabilities of datums; `retain` keeps it for its gradient if possible."""
         retain = retain and self._sender.retains
-        datums = surrogate.forward_datums(data, with_weights=not retain)  # the weights would be the gradient
-        return self.forward(ServerPass(datums, surrogate.SURROGATE, retain=retain))
+        datums = custom.forward_datums(data, with_weights=not retain)  # the weights would be the gradient
+        return self.forward(ServerPass(datums, custom.SURROGATE, retain=retain))
 
     def send(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends a pass, or holds it until the step."""
@@ -86,7 +86,7 @@ class PassQueue:
         """Converts the gradient of a custom loss with respect to its log-probabilities into a pass."""
         carrier = self._sender.surrogate()
         if carrier.loss == "importance_sampling" and logprobs is None:
-            logprobs = surrogate.logprob_leaves(self.logprobs(data).result(), data)
+            logprobs = custom.logprob_leaves(self.logprobs(data).result(), data)
         return surrogate_pass(carrier, data, gradients, logprobs, retained)
 
     def follow(self, pending: PendingPass, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput] | None:

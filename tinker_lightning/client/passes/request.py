@@ -15,7 +15,7 @@ from tinker_lightning.client.dialects.surrogate import Surrogate, completed, tim
 from tinker_lightning.client.server_losses import LossHandle, located
 from tinker_lightning.client.transport.operations import Operation, encode
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.lossgraph.graph import Graph
 from tinker_lightning.types import (
@@ -114,7 +114,7 @@ def as_forward(dialect: Dialect, request: ServerPass) -> ServerPass:
     """Returns a pass with the weights at which a server computes no gradient and all log-probabilities."""
     if dialect.forward == "zero_weights":
         data = [weighted(datum, 0.0) for datum in request.data]
-        return replace(request, data=data, loss=surrogate.SURROGATE, config={})
+        return replace(request, data=data, loss=custom.SURROGATE, config={})
     if dialect.unit_forward_weights:
         return replace(request, data=[weighted(datum, 1.0) for datum in request.data])
     return request

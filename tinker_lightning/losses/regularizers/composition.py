@@ -22,13 +22,13 @@ from tinker_lightning.errors import (
     ResultTimeout,
     TinkerLightningError,
 )
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.threads.background import blocker, run_on_loop, run_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tinker_lightning.losses.surrogate import LossFn
+    from tinker_lightning.losses.custom import LossFn
 
 
 Returned: TypeAlias = "tuple[Tensor, Mapping[Any, Any]] | Tensor"
@@ -122,7 +122,7 @@ def evaluate(
     if not terms:
         if base is None:
             raise InvalidLoss("there is nothing to train on: pass a loss function, a regularizer, or both")
-        return surrogate.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
+        return custom.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
 
     weights = [term.weight_at(step) for term in terms]
     base_logprobs, *term_logprobs = _split(logprobs, 1 + len(terms))
@@ -130,7 +130,7 @@ def evaluate(
     contributions, telemetry = [], {}
     for term, weight, logprobs in zip(terms, weights, term_logprobs, strict=True):
         with _name_in_errors(term):
-            value, metrics = surrogate.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
+            value, metrics = custom.loss_and_metrics(returned[term.name], logprobs, needs_gradient=False)
             value = value.reshape(())
             contributions.append(weight * value)
             own: dict[str, Any] = {"value": value.item(), "weight": weight, "contribution": contributions[-1].item()}
@@ -145,7 +145,7 @@ def evaluate(
     if base_loss is not None:
         nested["base_loss"] = {
             "value": base_loss[0].item(),
-            **surrogate.prefix_clashes(base_loss[1], {"value"}, "custom"),
+            **custom.prefix_clashes(base_loss[1], {"value"}, "custom"),
         }
     return total, nested | {"regularizers": telemetry}
 
@@ -197,9 +197,7 @@ def _run(
                 running[term.name] = _start(term, data, own)
         base_loss = None
         if base is not None:
-            base_loss = surrogate.loss_and_metrics(
-                base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled()
-            )
+            base_loss = custom.loss_and_metrics(base(data, logprobs), logprobs, needs_gradient=torch.is_grad_enabled())
         for term, own in zip(terms, term_logprobs, strict=True):
             if term.name not in running:
                 running[term.name] = _start(term, data, own)
@@ -266,13 +264,13 @@ def _grad_norm(value: Tensor, logprobs: list[Tensor]) -> float:
     gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
     used = [gradient.flatten().to("cpu", torch.float64) for gradient in gradients if gradient is not None]
     norm = torch.cat(used).norm().item() if used else 0.0
-    surrogate.check_gradient(value, torch.tensor(norm))
+    custom.check_gradient(value, torch.tensor(norm))
     return norm
 
 
 def _check_total(total: Tensor, terms: Sequence[Regularizer]) -> None:
     what = "the total of the loss and its regularizers"
-    surrogate.check_finite(total, what=what, fix="Each of them is finite, so lower the weights")
+    custom.check_finite(total, what=what, fix="Each of them is finite, so lower the weights")
     if torch.is_grad_enabled() and not total.requires_grad:
         raise LossWithoutGradient(
             f"none of the regularizers ({', '.join(term.name for term in terms)}) depends on the log-probabilities, so "

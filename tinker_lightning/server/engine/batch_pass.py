@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.surrogate import check_finite, check_scalar, number, prefix_clashes
+from tinker_lightning.losses.custom import check_finite, check_scalar, number, prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import OUTPUTS, check_batch_inputs, dense_tensors, metric_names
 from tinker_lightning.lossgraph.program import Limits
 from tinker_lightning.server.engine.datum_losses import error_context, loss_gradient

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.losses.builtin import LOSSES, threshold_fault
-from tinker_lightning.losses.surrogate import check_differentiable, check_finite, check_gradient, check_scalar
+from tinker_lightning.losses.custom import check_differentiable, check_finite, check_gradient, check_scalar
 from tinker_lightning.lossgraph.graph_loss import (
     Hyperparameter,
     check_settings,
@@ -140,7 +140,7 @@ class BoundGraph:
             output = self._loss({"logprobs": leaf}, dense_tensors(inputs, logprobs.dtype), limits=limits)
             check_scalar(output.loss)
             check_finite(output.loss)
-            value, numbers = output.loss.item(), surrogate.numbers(output.diagnostics)
+            value, numbers = output.loss.item(), custom.numbers(output.diagnostics)
             if not torch.is_grad_enabled():
                 return DatumLoss(value, output.loss, numbers)
             gradient = loss_gradient(output.loss, leaf)

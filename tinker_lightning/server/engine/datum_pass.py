@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, InvalidLoss
-from tinker_lightning.losses.surrogate import prefix_clashes
+from tinker_lightning.losses.custom import prefix_clashes
 from tinker_lightning.lossgraph.graph_loss import combine_metrics
 from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, error_context
 from tinker_lightning.types import ForwardBackwardOutput, TensorData

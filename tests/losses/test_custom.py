@@ -20,7 +20,7 @@ from tinker_lightning.errors import (
     LossWithoutGradient,
     OperationFailed,
 )
-from tinker_lightning.losses import surrogate
+from tinker_lightning.losses import custom
 from tinker_lightning.types import ForwardBackwardOutput, ProvenanceSpan
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def logprobs() -> list[Tensor]:
     return [torch.linspace(-n, -1, n).requires_grad_() for n in LENGTHS]
 
 
-def evaluate(loss: Callable[[list[Any], list[Tensor]], Any]) -> surrogate.Evaluation:
-    return surrogate.evaluate(loss, datums(), logprobs())
+def evaluate(loss: Callable[[list[Any], list[Tensor]], Any]) -> custom.Evaluation:
+    return custom.evaluate(loss, datums(), logprobs())
 
 
 def test_the_gradient_of_each_datum_keeps_its_shape() -> None:  # R1.3
@@ -73,8 +73,8 @@ def test_local_parameters_get_their_gradients() -> None:  # R5.2
 def test_the_callers_grad_mode_does_not_matter(mode: Any) -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData(np.full(n, -1.0))} for n in LENGTHS])
     with mode():
-        leaves = surrogate.logprob_leaves(output, datums())
-        evaluation = surrogate.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
+        leaves = custom.logprob_leaves(output, datums())
+        evaluation = custom.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
     assert evaluation.gradients[0].tolist() == [-2.0] * 3
 
 
@@ -159,7 +159,7 @@ def test_metrics_become_strings_and_floats() -> None:  # R1.7
         "b": np.bool_(True),
         "g": torch.ones((), requires_grad=True),
     }
-    metrics = surrogate.numbers(given)
+    metrics = custom.numbers(given)
     assert metrics == {"t": 3.0, "1": 2.0, "n": 0.5, "b": 1.0, "g": 1.0}
     assert all(type(value) is float for value in metrics.values())
 
@@ -167,20 +167,20 @@ def test_metrics_become_strings_and_floats() -> None:  # R1.7
 def test_the_forward_needs_targets_only() -> None:  # R1.1
     spans = [ProvenanceSpan("prompt", "a", 0, 2)]
     inputs: dict[str, Any] = {"target_tokens": [[1, 2], [3, 4]], "reference": TensorData([0.5])}
-    (reduced,) = surrogate.forward_datums([Datum(ModelInput.from_ints([1, 2]), inputs, spans, spans)])
+    (reduced,) = custom.forward_datums([Datum(ModelInput.from_ints([1, 2]), inputs, spans, spans)])
     assert set(reduced.loss_fn_inputs) == {"target_tokens", "weights"}
     assert reduced.loss_fn_inputs["weights"] == TensorData(np.zeros((2, 2), np.float32))
     assert reduced.model_input_spans == tuple(spans)
-    kept = surrogate.forward_datums(datums())
+    kept = custom.forward_datums(datums())
     assert kept[0].loss_fn_inputs["weights"] == TensorData(np.ones(3, np.float32))
     with pytest.raises(InvalidDatum, match="datum 1: target_tokens: missing"):
-        surrogate.forward_datums([datums()[0], Datum(ModelInput.from_ints([1]), {})])
+        custom.forward_datums([datums()[0], Datum(ModelInput.from_ints([1]), {})])
 
 
 def test_leaves_have_the_shape_of_the_targets() -> None:  # R1.1, R1.2
     data = [Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [[1, 2], [3, 4]]})]
     flat = ForwardBackwardOutput([{"logprobs": TensorData([-1.0, -2.0, -3.0, -4.0])}])
-    (leaf,) = surrogate.logprob_leaves(flat, data)
+    (leaf,) = custom.logprob_leaves(flat, data)
     assert leaf.tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
     assert leaf.is_leaf
     assert leaf.requires_grad
@@ -191,11 +191,11 @@ def test_an_answer_that_does_not_fit_is_the_servers_fault() -> None:
     data = datums()
     fitting: list[dict[str, TensorData]] = [{"logprobs": TensorData(np.zeros(n))} for n in LENGTHS]
     with pytest.raises(OperationFailed, match="answered for 2 datums, but 3 were sent"):
-        surrogate.logprob_leaves(ForwardBackwardOutput(fitting[:2]), data)
+        custom.logprob_leaves(ForwardBackwardOutput(fitting[:2]), data)
     with pytest.raises(OperationFailed, match="datum 1: the server sent no logprobs, only loss"):
-        surrogate.logprob_leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
+        custom.logprob_leaves(ForwardBackwardOutput([fitting[0], {"loss": TensorData([1.0])}, fitting[2]]), data)
     with pytest.raises(OperationFailed, match=r"datum 0: the server sent logprobs of shape \[1\] for targets of \[3\]"):
-        surrogate.logprob_leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
+        custom.logprob_leaves(ForwardBackwardOutput([fitting[1], fitting[1], fitting[2]]), data)
 
 
 async def _async_loss(_: list[Any], lp: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -210,7 +210,7 @@ class _AsyncCallable:
 @pytest.mark.parametrize("loss", [_async_loss, partial(_async_loss), _AsyncCallable()])
 def test_an_async_loss_is_named_before_anything_is_sent(loss: Any) -> None:
     with pytest.raises(InvalidLoss, match=r"Async|_async_loss is an async function.* Write it with def"):
-        surrogate.check_arguments(loss)
+        custom.check_arguments(loss)
 
 
 def test_an_awaitable_that_a_loss_returns_is_named() -> None:
@@ -231,19 +231,19 @@ def test_a_gradient_of_zero_everywhere_warns_once_with_the_name_of_the_loss() ->
 
 def test_a_metric_with_a_name_of_the_protocol_is_returned_next_to_it() -> None:
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
-    evaluation = surrogate.Evaluation(1.5, {"loss:sum": 3.0, "tokens:sum": 7.0}, [])
-    metrics = surrogate.add_loss_metrics(backward, evaluation).metrics
+    evaluation = custom.Evaluation(1.5, {"loss:sum": 3.0, "tokens:sum": 7.0}, [])
+    metrics = custom.add_loss_metrics(backward, evaluation).metrics
     server = {"loss:sum": 1.5, "tokens:sum": 9.0, "surrogate_loss:sum": 4.0}
     assert metrics == server | {"loss/loss:sum": 3.0, "loss/tokens:sum": 7.0}
 
 
 def test_the_result_has_the_losss_value_and_metrics() -> None:  # R1.6, R1.7
     backward = ForwardBackwardOutput([{}], {"loss:sum": 4.0, "tokens:sum": 9.0}, "kind")
-    evaluation = surrogate.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
-    result = surrogate.add_loss_metrics(backward, evaluation)
+    evaluation = custom.Evaluation(1.5, {"mine": 2.0, "tokens:sum": 7.0}, [])
+    result = custom.add_loss_metrics(backward, evaluation)
     expected = {"loss:sum": 1.5, "loss/tokens:sum": 7.0, "mine": 2.0}
     assert result.metrics == expected | {"surrogate_loss:sum": 4.0, "tokens:sum": 9.0}
     assert result.loss_fn_output_type == "kind"
     assert backward.metrics == {"loss:sum": 4.0, "tokens:sum": 9.0}
-    bare = surrogate.add_loss_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
+    bare = custom.add_loss_metrics(ForwardBackwardOutput([{}]), evaluation)  # servers may give no metrics at all
     assert bare.metrics == expected
