@@ -331,7 +331,7 @@ def test_downloads_are_the_weights(loops: Loops, tmp_path: Path, kind: str) -> N
     with connect(loops.url, api_key=KEY) as service:
         model = service.create_lora_training_client("tiny", rank=8)
         for _ in range(2):
-            model.forward_backward([Datum.from_tokens(text.encode()) for text in GOOD], "cross_entropy").result()
+            model.forward_backward([Datum.from_tokens(list(text.encode())) for text in GOOD], "cross_entropy").result()
             model.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
         state, export = (save("same").result().path for save in (model.save_state, model.save_weights_external))
         files = {}
