@@ -27,7 +27,7 @@ LOSS = "stable_reinforce"
 ADVICE = r'formula is not published.*AsyncConfig\(loss_fn="ppo"\)'
 SPANS = [ProvenanceSpan("prompt", "a", 0, 1), ProvenanceSpan("sampled", "a", 0, 1)]
 PROMPT = ModelInput.from_ints([1, 2])
-INPUTS = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [0.0, 0.5]}
+INPUTS: dict[str, Any] = {"target_tokens": [2, 3], "logprobs": [-1.0, -2.0], "advantages": [0.0, 0.5]}
 DATUM = Datum(PROMPT, INPUTS, SPANS, SPANS)
 
 
@@ -40,7 +40,7 @@ def test_a_server_that_offers_it_gets_spans_and_the_wish_to_record(shared: Embed
         model = service.create_lora_training_client("tiny", rank=2)
         with pytest.raises((InvalidInput, OperationFailed), match=ADVICE):
             model.forward_backward([DATUM], LOSS).result()
-        path = model.save_weights_for_sampler("recorded").result().path
+        path = model.save_weights_for_sampler("recorded").result().path or ""
         for sampler in (
             model.save_weights_and_get_sampling_client(record_stability_info=True),
             model.create_sampling_client(path, record_stability_info=True),
