@@ -96,7 +96,9 @@ def cookbook(url: str, own: Settings, folder: str) -> list[float]:
     )
     asyncio.run(train.main(config))
     with open(f"{folder}/metrics.jsonl") as file:
-        return [json.loads(line)["env/all/reward/total"] for line in file]
+        rows = [json.loads(line) for line in file]
+    name = "env/all/reward/total"
+    return [row[name] for row in rows if name in row]  # the loop of release 0.6 logs totals of tokens last
 
 
 def adapted(url: str, own: Settings, folder: str) -> list[float]:
@@ -164,6 +166,9 @@ def fitted(module: Any, loader: Any, steps: int, folder: str) -> list[float]:
 class Seeded(tinker.ServiceClient):
     """An official client whose new models start from the same weights: the loop sets no seed."""
 
+    def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
+        return super().create_lora_training_client(*args, **{"seed": SEED, **settings})
+
     async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
         return await super().create_lora_training_client_async(*args, **{"seed": SEED, **settings})
 
@@ -178,18 +183,18 @@ def official(own: Settings, tokenizer: Any) -> Iterator[None]:
             prompt, _ = asyncio.run(builder.env_thunk().initial_observation())
             number = step * own.groups + i
             seeds[tuple(prompt.to_ints())] += [derive_seed(0, number, sample, 0) for sample in range(own.group_size)]
-    sample_async = tinker.SamplingClient.sample_async
+    sample = tinker.SamplingClient.sample
 
-    async def seeded(self: Any, prompt: Any, num_samples: int, sampling_params: Any, **options: Any) -> Any:
+    def seeded(self: Any, prompt: Any, num_samples: int, sampling_params: Any, *options: Any, **named: Any) -> Any:
         params = sampling_params.model_copy(update={"seed": seeds[tuple(prompt.to_ints())].popleft()})
-        return await sample_async(self, prompt, num_samples, params, **options)
+        return sample(self, prompt, num_samples, params, *options, **named)
 
     register_tokenizer(own.model, lambda: tokenizer)  # any other name is looked for on the hub
     try:
         with (
             patch.dict(os.environ, TINKER_API_KEY=KEY),
             patch.object(tinker, "ServiceClient", Seeded),
-            patch.object(tinker.SamplingClient, "sample_async", seeded),
+            patch.object(tinker.SamplingClient, "sample", seeded),
         ):
             yield
     finally:

@@ -1,17 +1,46 @@
-"""Data for `tinker-cookbook` that needs no network."""
+"""Data and clients for both tested releases of `tinker-cookbook`; nothing of it needs a network."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Release 0.5.8 is written for SDK 0.36, and 0.6.1 for 0.38.
+IS_0_6 = Version(version("tinker-cookbook")) >= Version("0.6")
 KEY = "tml-any"
 QUESTIONS = ("What is the sky?", "Who are you?", "Count to three.", "Say it in French: yes.")
 GOOD = ("Blue, on most days.", "A very small model.", "One, two, three.", "Oui.")
 BAD = ("I will not say.", "Nobody knows, and nobody should care about it at all.", "One, three.", "No.")
+
+
+def created(client: Any) -> Any:
+    """The client itself, of which the SDK returns a future from 0.38 on."""
+    return client.result() if hasattr(client, "result") else client
+
+
+def seeded(kind: Any) -> Any:
+    """A class of clients whose new models start from the same weights: the loops do not set a seed."""
+
+    class Seeded(kind):  # type: ignore[misc]
+        created = 0
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            Seeded.created += 1
+            super().__init__(*args, **settings)
+
+        def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
+            return super().create_lora_training_client(*args, **{"seed": 5, **settings})
+
+        async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
+            return await super().create_lora_training_client_async(*args, **{"seed": 5, **settings})
+
+    return Seeded
 
 
 def common(batch_size: int) -> Any:

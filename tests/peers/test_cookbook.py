@@ -24,7 +24,7 @@ from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.nll_evaluator import SamplerNLLEvaluator
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
-from tests.helpers.cookbook import GOOD, KEY, common, comparisons, conversations, write_rows
+from tests.helpers.cookbook import GOOD, KEY, common, comparisons, conversations, created, write_rows
 from tinker_lightning.client import as_backend, connect
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Clients:
     def __init__(self, data_dir: Path, official: tinker.ServiceClient, ours: ServiceClient) -> None:
         model: dict[str, Any] = {"base_model": "tiny", "rank": 8, "seed": 5}
         self.kinds: dict[str, Callable[[], Any]] = {
-            "official": lambda: official.create_lora_training_client(**model),
+            "official": lambda: created(official.create_lora_training_client(**model)),
             "as_backend": lambda: as_backend(official.create_lora_training_client(**model)),
             "ours": lambda: ours.create_lora_training_client(**model),
         }
@@ -121,7 +121,7 @@ def sft(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             }
             history.append({**passed.result().metrics, **stepped.metrics, **nll})
         evaluator = SamplerNLLEvaluator(everything, tokenizer=builder.tokenizer)
-        history.append(asyncio.run(evaluator(client.save_weights_and_get_sampling_client())))
+        history.append(asyncio.run(evaluator(created(client.save_weights_and_get_sampling_client()))))
         return history
 
     return clients.train(steps, everything)
@@ -162,7 +162,7 @@ def dpo(clients: Clients, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
     def steps(client: Any) -> list[dict[str, Any]]:
         history: list[dict[str, Any]] = []
-        reference = client.save_weights_and_get_sampling_client()
+        reference = created(client.save_weights_and_get_sampling_client())
         logger = SimpleNamespace(store=None, log_metrics=lambda metrics, **_: history.append(metrics))
         for step in range(STEPS):
             epoch, batch = divmod(step, len(dataset))

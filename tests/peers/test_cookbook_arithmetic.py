@@ -57,8 +57,8 @@ def test_the_same_rewards_and_gradient(
     assert adapted["rewards"][0] == pytest.approx(official["rewards"][0], abs=1e-6)  # the same samples
     assert adapted["rewards"] == pytest.approx(official["rewards"], abs=0.3)  # then rounding may change some
     with (tmp_path / official["run"] / "metrics.jsonl").open() as file:
-        expected = [json.loads(line)["grad_norm"] for line in file]
-    assert column(tmp_path / adapted["run"], "grad_norm")[0] == pytest.approx(expected[0], rel=1e-3)
+        expected = json.loads(file.readline())["grad_norm"]
+    assert column(tmp_path / adapted["run"], "grad_norm")[0] == pytest.approx(expected, rel=1e-3)
 
 
 def column(folder: Path, name: str) -> list[float]:

@@ -7,6 +7,7 @@ it with `tox -e cookbook`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import math
@@ -18,7 +19,7 @@ import pytest
 import tinker
 import torch
 from safetensors.torch import load_file
-from tinker_cookbook import renderers
+from tinker_cookbook import renderers, weights
 from tinker_cookbook.distillation import sdft, train_off_policy, train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyEnv, TeacherConfig
 from tinker_cookbook.preference import train_dpo
@@ -32,8 +33,19 @@ from tinker_cookbook.supervised import train as supervised
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer, unregister_tokenizer
 
-from tests.helpers.cookbook import GOOD, KEY, QUESTIONS, common, comparisons, conversations, write_rows
-from tinker_lightning.client import ServiceClient, connect
+from tests.helpers.cookbook import (
+    GOOD,
+    IS_0_6,
+    KEY,
+    QUESTIONS,
+    common,
+    comparisons,
+    conversations,
+    seeded,
+    write_rows,
+)
+from tinker_lightning import Datum
+from tinker_lightning.client import RestClient, ServiceClient, connect
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
 if TYPE_CHECKING:
@@ -41,7 +53,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL: dict[str, Any] = {"model_name": "tiny", "renderer_name": "role_colon", "lora_rank": 8}
-KINDS: dict[str, Any] = {"official": tinker.ServiceClient, "ours": ServiceClient}
+KINDS: dict[str, Any] = {
+    "official": (tinker.ServiceClient, tinker.RestClient),
+    "ours": (ServiceClient, RestClient),
+}
 
 
 class Run(NamedTuple):
@@ -60,10 +75,7 @@ class Loops:
 
     def run(self, kind: str, log_path: Path, main: Callable[[str], Any]) -> Run:
         """Runs a loop whose `main` is given the folder to log into."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TINKER_API_KEY", KEY)
-            client = seeded(KINDS[kind])
-            patch.setattr(tinker, "ServiceClient", client)
+        with self.client(kind) as client:
             running = main(str(log_path))
             if inspect.isawaitable(running):
                 asyncio.run(awaited(running))
@@ -72,6 +84,17 @@ class Loops:
         metrics = [{name: value for name, value in json.loads(line).items() if is_result(name)} for line in lines]
         last = json.loads((log_path / "checkpoints.jsonl").read_text().splitlines()[-1])
         return Run(metrics, self._weights(last["state_path"]))
+
+    @contextlib.contextmanager
+    def client(self, kind: str) -> Iterator[Any]:
+        """Puts a client in the place of the official one; returns its class."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TINKER_API_KEY", KEY)
+            service, rest = KINDS[kind]
+            client = seeded(service)
+            patch.setattr(tinker, "ServiceClient", client)
+            patch.setattr(tinker, "RestClient", rest)
+            yield client
 
     def both(self, folder: Path, main: Callable[[str], Any]) -> tuple[Run, Run]:
         """Runs a loop with the official SDK and with our client."""
@@ -97,25 +120,6 @@ def is_result(name: str) -> bool:
     return "time" not in name
 
 
-def seeded(kind: Any) -> Any:
-    """A client whose new models start from the same weights: the loops do not set a seed."""
-
-    class Seeded(kind):  # type: ignore[misc]
-        created = 0
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            Seeded.created += 1
-            super().__init__(*args, **settings)
-
-        def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
-            return super().create_lora_training_client(*args, **{"seed": 5, **settings})
-
-        async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
-            return await super().create_lora_training_client_async(*args, **{"seed": 5, **settings})
-
-    return Seeded
-
-
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory, running: Any) -> Iterator[Loops]:
     data_dir = tmp_path_factory.mktemp("trainer")
@@ -130,10 +134,15 @@ def loops(tmp_path_factory: pytest.TempPathFactory, running: Any) -> Iterator[Lo
 
 def assert_same(official: Run, ours: Run, steps: int) -> None:
     """Bit for bit: the server is deterministic, so any difference is in what the clients sent or made of the answer."""
-    assert len(ours.metrics) == steps
+    assert len(trained_steps(ours)) == steps
     assert ours.metrics == official.metrics
     assert ours.weights.keys() == official.weights.keys()
     assert all(torch.equal(ours.weights[name], tensor) for name, tensor in official.weights.items())
+
+
+def trained_steps(run: Run) -> list[dict[str, float]]:
+    """The metrics of the steps, without what the loops of 0.6 log last: totals of tokens."""
+    return [row for row in run.metrics if not all(name == "step" or name.startswith("tokens/") for name in row)]
 
 
 def assert_trained(run: Run, steps: int) -> None:
@@ -289,10 +298,13 @@ def test_synchronous_rl(loops: Loops, tmp_path: Path) -> None:  # R5.4
     assert any(step.get("grad_norm", 0) > 0 for step in ours.metrics)
 
 
+PPO = {"loss_fn": "ppo"} if IS_0_6 else {}  # the default of 0.6 exists on hosted Tinker only
+
+
 @pytest.mark.parametrize(
     "mode",
     [
-        {"async_config": rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=2)},
+        {"async_config": rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=2, **PPO)},
         {"stream_minibatch_config": rl.StreamMinibatchConfig(groups_per_batch=2, num_minibatches=2)},
     ],
     ids=["asynchronous", "streaming"],
@@ -302,6 +314,37 @@ def test_rl_whose_order_is_not_fixed(loops: Loops, tmp_path: Path, mode: dict[st
     assert len(ours.metrics) == len(official.metrics)
     for run in (official, ours):
         assert_trained(run, 3)
+
+
+@pytest.mark.skipif(not IS_0_6, reason="new in release 0.6")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_without_a_published_formula_fails_before_any_step(loops: Loops, tmp_path: Path, kind: str) -> None:
+    mode = {"async_config": rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=2)}
+    with pytest.raises(Exception, match=r"stable_reinforce.*AsyncConfig\(loss_fn=\"ppo\"\)"):  # R5.17
+        loops.run(kind, tmp_path, partial(reinforce, loops, **mode))
+    assert not (tmp_path / "metrics.jsonl").exists() or "loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED. ServiceClient.create_rest_client:FutureWarning")  # used by 0.5.8
+@pytest.mark.parametrize("kind", KINDS)
+def test_downloads_are_the_weights(loops: Loops, tmp_path: Path, kind: str) -> None:  # R5.4
+    """A training checkpoint is downloaded as an encrypted export of a model that is made from it."""
+    with connect(loops.url, api_key=KEY) as service:
+        model, rest = service.create_lora_training_client("tiny", rank=8), service.create_rest_client()
+        for _ in range(2):
+            model.forward_backward([Datum.from_tokens(list(text.encode())) for text in GOOD], "cross_entropy").result()
+            model.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        paths = [save("same").result().path for save in (model.save_state, model.save_weights_external)]
+        listed = rest.list_user_checkpoints().result()
+        files = []
+        with loops.client(kind):
+            for path in paths:
+                folder = tmp_path / path.split("/")[-2]
+                weights.download(tinker_path=path, output_dir=str(folder), base_url=loops.url)
+                files.append({each.name: each.read_bytes() for each in folder.rglob("*") if each.is_file()})
+        assert rest.list_user_checkpoints().result() == listed  # the encrypted export is deleted again
+    assert files[0] == files[1]
+    assert "adapter_model.safetensors" in files[0]
 
 
 def test_on_policy_distillation(loops: Loops, tmp_path: Path) -> None:  # R5.4

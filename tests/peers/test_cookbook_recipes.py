@@ -26,7 +26,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_token
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 
-from tests.helpers.cookbook import KEY, common, comparisons, conversations, write_rows
+from tests.helpers.cookbook import KEY, common, comparisons, conversations, seeded, write_rows
 from tinker_lightning.client import connect
 from tinker_lightning.recipes import DPO, SFT
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -70,20 +70,10 @@ def server(
     trainer.close()
 
 
-class Seeded(tinker.ServiceClient):
-    """A client whose new models start from the same weights: the loops do not set a seed."""
-
-    def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
-        return super().create_lora_training_client(*args, **{"seed": 5, **settings})
-
-    async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
-        return await super().create_lora_training_client_async(*args, **{"seed": 5, **settings})
-
-
 def theirs(main: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], float]:
     """Runs a loop of the cookbook with the official SDK; returns the metrics of each step, and the seconds."""
     monkeypatch.setenv("TINKER_API_KEY", KEY)
-    monkeypatch.setattr(tinker, "ServiceClient", Seeded)
+    monkeypatch.setattr(tinker, "ServiceClient", seeded(tinker.ServiceClient))
     started = time.perf_counter()
     running = main(config)
     if inspect.isawaitable(running):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli.sources import add_server_options
@@ -45,10 +46,14 @@ def run_list(options: argparse.Namespace) -> int:
         checkpoints = _checkpoints(service, options.run_id)
         location = _location(service)
     if options.json:
-        print(json.dumps([dataclasses.asdict(checkpoint) for checkpoint in checkpoints], indent=2))
+        print(
+            json.dumps(
+                [dataclasses.asdict(checkpoint) for checkpoint in checkpoints], indent=2, default=datetime.isoformat
+            )
+        )
         return 0
     for each in checkpoints:
-        print(f"{each.tinker_path}  {each.checkpoint_type}  {_size([each])}  {each.time[:16].replace('T', ' ')}")
+        print(f"{each.tinker_path}  {each.checkpoint_type}  {_size([each])}  {each.time:%Y-%m-%d %H:%M}")
     print(f"{len(checkpoints)} checkpoints, {_size(checkpoints)}, in {location}")
     return 0
 

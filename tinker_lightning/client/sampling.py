@@ -18,6 +18,7 @@ from tinker_lightning.client.futures import TinkerFuture, UnreadFailures, awaite
 from tinker_lightning.client.transport.channel import joined
 from tinker_lightning.client.transport.operations import Operation, encode, perform, recorded
 from tinker_lightning.errors import InvalidInput, InvalidMessage, ResultExpired, Unsupported
+from tinker_lightning.losses.builtin import UNPUBLISHED
 from tinker_lightning.types import SampleResponse, SamplingParams, TensorData
 from tinker_lightning.types.model_input import to_model_input
 from tinker_lightning.types.params import to_sampling_params
@@ -91,11 +92,13 @@ class BaseSamplingClient(ABC):
         """Sends a request; options have the names of `SampleRequest`."""
 
 
-def check_sampler_options(retry_config: Any, record_stability_info: bool, kind: str = "snapshot") -> None:
-    """Checks those arguments of the SDK's sampling clients that ours does not use.
+def check_sampler_options(
+    dialect: Dialect, retry_config: Any, record_stability_info: bool, kind: str = "snapshot"
+) -> None:
+    """Checks the arguments of the SDK's sampling clients that ours does not use, or not on all servers.
 
     Raises:
-        Unsupported: If hosted Tinker is to record data about the stability of sampling, or if later saves are to change
+        Unsupported: If the server is to record data for a loss that it does not have, or if later saves are to change
             the weights that the client samples from.
     """
     if kind != "snapshot":
@@ -106,7 +109,7 @@ def check_sampler_options(retry_config: Any, record_stability_info: bool, kind: 
     if retry_config is not None:
         logger.info("retry_config is not used: requests are retried as ServiceClient(retry_policy=...) says")
     if record_stability_info:
-        raise Unsupported("record_stability_info is not supported: use the official SDK's sampling client for it")
+        dialect.check_loss(UNPUBLISHED)
 
 
 # How often a sample is requested again whose result the server no longer has.
@@ -121,22 +124,36 @@ class SamplingClient(AwaitableClient, BaseSamplingClient):
     It can be pickled, with the API key, for other processes, which may use it as long as the `ServiceClient` is open.
     """
 
-    def __init__(self, channel: Channel, sampler_id: str, model_path: str | None = None, first_number: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        sampler_id: str,
+        model_path: str | None = None,
+        record_stability_info: bool = False,
+        first_number: int = 0,
+    ) -> None:
         super().__init__()
         self.sampler_id = sampler_id
         self._model_path = model_path
+        self._record_stability_info = record_stability_info
         self._channel = channel
         self._lock = threading.Lock()
         self._next_number = first_number
 
     @classmethod
-    def create(cls, channel: Channel, model_path: str | None, base_model: str | None = None) -> Self:
+    def create(
+        cls,
+        channel: Channel,
+        model_path: str | None,
+        base_model: str | None = None,
+        record_stability_info: bool = False,
+    ) -> Self:
         """Creates a sampler on the server from saved weights or a base model."""
         request = CreateSamplingSessionRequest(
             channel.session.session_id, channel.count("sampler"), base_model, model_path
         )
         created = channel.call("/api/v1/create_sampling_session", request, CreateSamplingSessionResponse)
-        return channel.watch(cls(channel, created.sampling_session_id, model_path))
+        return channel.watch(cls(channel, created.sampling_session_id, model_path, record_stability_info))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._from_state, (self._state(), self._channel.target.api_key)
@@ -174,6 +191,7 @@ class SamplingClient(AwaitableClient, BaseSamplingClient):
             "dialect": session.dialect.to_dict(),
             "sampler_id": self.sampler_id,
             "model_path": self._model_path,
+            "record_stability_info": self._record_stability_info,
         }
 
     @classmethod
@@ -183,7 +201,9 @@ class SamplingClient(AwaitableClient, BaseSamplingClient):
         )
         # Other clients of the sampler count from other multiples, so that no number is used twice (PROTOCOL.md §15).
         first = secrets.randbelow(_CLONES) * _CLONES + _CLONES
-        return channel.watch(cls(channel, state["sampler_id"], state["model_path"], first))
+        return channel.watch(
+            cls(channel, state["sampler_id"], state["model_path"], state["record_stability_info"], first)
+        )
 
     def _sample(
         self, prompt: Any, num_samples: int, params: SamplingParams, options: dict[str, Any]
@@ -222,6 +242,8 @@ class SamplingClient(AwaitableClient, BaseSamplingClient):
         self.unread.raise_first()
         session = self._channel.session
         model_input = to_model_input(prompt)
+        if self._record_stability_info:
+            options["record_stability_info"] = True
 
         def operation() -> Operation[SampleResponse]:
             with self._lock:

@@ -201,11 +201,11 @@ class ServiceClient:
             model_path: Where the weights were saved.
             base_model: The base model to sample from, if there is no `model_path`.
             retry_config: Not used; retries follow this client's `retry_policy`.
-            record_stability_info: Must be False; this client does not read what hosted Tinker records.
+            record_stability_info: Whether hosted Tinker records what its loss `stable_reinforce` needs.
         """
         self._channel.raise_left_over()
-        check_sampler_options(retry_config, record_stability_info)
-        return SamplingClient.create(self._channel, model_path, base_model)
+        check_sampler_options(self.session.dialect, retry_config, record_stability_info)
+        return SamplingClient.create(self._channel, model_path, base_model, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 

@@ -144,15 +144,17 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         Args:
             name: The name to save the weights under.
             retry_config: Not used; retries follow the retry policy of the `ServiceClient`.
-            record_stability_info: Must be False; this client does not read what hosted Tinker records.
+            record_stability_info: Whether hosted Tinker records what its loss `stable_reinforce` needs.
             kind: Must be `"snapshot"`: later steps do not change the weights that the client samples from.
         """
-        check_sampler_options(retry_config, record_stability_info, kind)
+        check_sampler_options(self.dialect, retry_config, record_stability_info, kind)
         saved = self._save_unnamed() if name is None else self.save_weights_for_sampler(name)
 
         def create() -> SamplingClient:
             result = saved.result()
-            return self._sampler_of(result) if name is None else SamplingClient.create(self._channel, result.path)
+            if name is None:
+                return self._sampler_of(result, record_stability_info)
+            return SamplingClient.create(self._channel, result.path, None, record_stability_info)
 
         return SamplingClient.started(self._channel, create, "save_weights_and_get_sampling_client")
 
@@ -176,8 +178,8 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """Returns a client that samples from saved weights; see `save_weights_and_get_sampling_client`."""
-        check_sampler_options(retry_config, record_stability_info)
-        return SamplingClient.create(self._channel, model_path)
+        check_sampler_options(self.dialect, retry_config, record_stability_info)
+        return SamplingClient.create(self._channel, model_path, None, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
@@ -256,8 +258,9 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         self._flush()
         return self._save_for_sampler(sampling_session_seq_id=self._channel.count("sampler"))
 
-    def _sampler_of(self, saved: SaveWeightsForSamplerResponse) -> SamplingClient:
-        return self._channel.watch(SamplingClient(self._channel, saved.sampling_session_id or ""))
+    def _sampler_of(self, saved: SaveWeightsForSamplerResponse, record_stability_info: bool = False) -> SamplingClient:
+        sampler_id = saved.sampling_session_id or ""
+        return self._channel.watch(SamplingClient(self._channel, sampler_id, None, record_stability_info))
 
     def _save_for_sampler(self, **settings: Any) -> TinkerFuture[SaveWeightsForSamplerResponse]:
         endpoint, request = "save_weights_for_sampler", rq.SaveWeightsForSamplerRequest

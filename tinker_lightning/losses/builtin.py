@@ -27,6 +27,12 @@ Threshold: TypeAlias = float | Tensor
 
 # The defaults of the protocol.
 CLIP_LOW, CLIP_HIGH, DRO_BETA = 0.8, 1.2, 0.05
+# A loss of hosted Tinker whose formula is not published, so that nothing else can compute it.
+UNPUBLISHED = "stable_reinforce"
+NOT_PUBLISHED = (
+    "stable_reinforce exists on hosted Tinker only, because its formula is not published. Train with another loss; "
+    'in tinker-cookbook, AsyncConfig(loss_fn="ppo") or, for recipes with a loss of their own, loss_fn="ppo" or "cispo".'
+)
 LINEAR_ONLY = (
     "Its value is NaN until the server has computed it: it can be multiplied by a number other than 0 and added to "
     "other losses, but no other function of it has a gradient. For those, write the loss in Python."

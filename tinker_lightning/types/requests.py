@@ -275,6 +275,7 @@ class SampleRequest:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None  # whether hosted Tinker records what its loss stable_reinforce needs
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:

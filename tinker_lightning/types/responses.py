@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -163,7 +164,7 @@ class ExternalWeightsUrlsResponse:
     """Download URLs of the files of saved weights, and their expiry time."""
 
     urls: dict[str, str]
-    expires: str
+    expires: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +250,12 @@ class Checkpoint:
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
-    time: str
+    time: datetime
     tinker_path: str
     size_bytes: int | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = None
-    expires_at: str | None = None
+    expires_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +283,7 @@ class TrainingRun:
     base_model: str
     model_owner: str
     is_lora: bool
-    last_request_time: str
+    last_request_time: datetime
     corrupted: bool = False
     lora_rank: int | None = None
     last_checkpoint: Checkpoint | None = None

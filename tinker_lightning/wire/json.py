@@ -13,6 +13,7 @@ import functools
 import reprlib
 import types
 import typing
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -203,6 +204,8 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         return _decode_tensor(value, where)
     if hint is bytes:
         return _decode_base64(value, where)
+    if hint is datetime:
+        return _decode_time(value, where)
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(hint, value, where)
     if hint is float and type(value) is int:
@@ -330,6 +333,14 @@ def _decode_base64(value: Any, where: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except ValueError as error:
         raise InvalidMessage(f"{where}: not base64: {error}") from error
+
+
+def _decode_time(value: Any, where: str) -> datetime:
+    try:
+        moment = datetime.fromisoformat(value)
+    except (TypeError, ValueError) as error:
+        raise _type_error(where, "a time in ISO 8601", value) from error
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _build(where: str, make: Callable[..., T], *args: Any) -> T:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tests.helpers.backends import Backend, Recorded
     from tinker_lightning.server import EmbeddedTrainer
 
+TIME = "2020-01-01T00:00:00Z"
+
 
 def test_a_deleted_checkpoint_is_gone_and_others_stay(backend: Backend) -> None:
     model = backend.model()
@@ -118,7 +120,12 @@ def test_a_listing_in_pages_is_read_to_its_end(shared: EmbeddedTrainer) -> None:
         offset = int(request.query_params.get("offset", 0))
         names = [f"s{i}" for i in range(5)][offset : offset + 2]
         found = [
-            {"checkpoint_id": n, "checkpoint_type": "training", "time": "", "tinker_path": f"tinker://run/weights/{n}"}
+            {
+                "checkpoint_id": n,
+                "checkpoint_type": "training",
+                "time": TIME,
+                "tinker_path": f"tinker://run/weights/{n}",
+            }
             for n in names
         ]
         return JSONResponse({"checkpoints": found, "cursor": {"offset": offset, "limit": 2, "total_count": 5}})

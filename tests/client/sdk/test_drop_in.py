@@ -213,7 +213,7 @@ def test_what_the_client_does_not_do_raises(service: ServiceClient, model: Train
         ours.ServiceClient("http://a")  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match="this client trains with adamw, dimuon, got 'lion'"):
         service.create_lora_training_client("tiny", optimizer={"type": "lion"})
-    with pytest.raises(Unsupported, match="record_stability_info"):
+    with pytest.raises(Unsupported, match="stable_reinforce"):
         model.save_weights_and_get_sampling_client(record_stability_info=True)
     assert service.create_lora_training_client("tiny", 2, optimizer=sdk.AdamOptimizerConfig())
 

@@ -48,7 +48,7 @@ def test_no_part_of_a_url_leads_out_of_the_folder(shared_api: Api, method: str, 
     decoys = {root.parent / "a" / "b": "tinker://a/weights/b", root / "run" / "weights" / "x": "tinker://run/weights/x"}
     for decoy, path in decoys.items():
         decoy.mkdir(parents=True, exist_ok=True)
-        saved = {"tinker_path": path, "base_model": "tiny", "lora_config": {}, "steps": 0, "created_at": "2020"}
+        saved = {"tinker_path": path, "base_model": "tiny", "lora_config": {}, "steps": 0, "created_at": "2020-01-01"}
         (decoy / "checkpoint.json").write_text(json.dumps(saved))
     options: Any = {"json": {"ttl_seconds": 5}} if method != "GET" else {}
     response = shared_api.request(method, url.format(segment), **options)

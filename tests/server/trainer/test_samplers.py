@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,18 @@ def test_all_options_of_sampling_in_json(plain: Api) -> None:
     assert result["target_prompt_logprobs"]["shape"] == [2, 1]
     assert result["target_prompt_logprobs"]["data"][1] == 0.0
     assert result["prompt_alt_tokens"]["tokens"]["shape"] == [2, 4]
+
+
+def test_a_loss_without_a_published_formula_is_refused_at_sampling_and_in_passes(plain: Api) -> None:  # R5.17
+    advice = 'formula is not published.*AsyncConfig\\(loss_fn="ppo"\\)'
+    body = {**plain.sample(plain.sampler(), 0), "record_stability_info": True}
+    refused = plain.post("asample", body)
+    assert refused.status_code == 400
+    assert re.search(f"record_stability_info: .*{advice}", refused.json()["detail"])
+    model = plain.model()
+    body = plain.train(model, 1)
+    body["forward_backward_input"]["loss_fn"] = "stable_reinforce"
+    assert re.search(f"loss_fn: .*{advice}", plain.run("forward_backward", body)["error"])
 
 
 def test_one_poll_returns_all_finished_requests_of_one_client(plain: Api) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.client.dialects.values import check_names, check_values, checked_names
 from tinker_lightning.errors import InvalidInput, InvalidMessage, Unsupported
-from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.losses.builtin import LOSSES, NOT_PUBLISHED, UNPUBLISHED
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
 
@@ -48,6 +48,7 @@ NEWER_FIELDS = frozenset(
         "asample.target_prompt_logprobs",
         "asample.prompt_alt_tokens_k",
         "asample.prompt_logprobs_last_n",
+        "asample.record_stability_info",
         "retrieve_future.allow_metadata_only",
         "ttl.ttl_seconds",
     }
@@ -174,6 +175,11 @@ class Dialect:
                     f"datum {i}: target_tokens has the shape {targets.shape}, but servers of the dialect {self.name!r} "
                     "take one target per position"
                 )
+
+    def check_loss(self, loss: str) -> None:
+        """Raises `Unsupported` for a loss whose formula is not published, unless the server offers it."""
+        if loss == UNPUBLISHED and not self.knows("asample", "record_stability_info"):
+            raise Unsupported(f"servers of the dialect {self.name!r} do not have this loss: {NOT_PUBLISHED}")
 
     def encode_pass(self, request: ForwardBackwardRequest) -> tuple[str, bytes, str]:
         """Returns the endpoint, the body and the content type of a pass; a forward is one of `as_forward`.

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from tinker_lightning.client.dialects.dialect import Dialect
+from tinker_lightning.client.dialects.dialect import NEWER_FIELDS, Dialect
 from tinker_lightning.client.dialects.surrogate import Surrogate
 from tinker_lightning.errors import InvalidInput
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SAMPLING = frozenset({"asample.topk_prompt_logprobs"})
 
 HOSTED = Dialect(name="hosted", clears_gradient=True, loads_first=True)
-EMBEDDED = Dialect(name="embedded", clears_gradient=True)
+EMBEDDED = Dialect(name="embedded", clears_gradient=True, newer_fields=NEWER_FIELDS - {"asample.record_stability_info"})
 # What servers of other projects have in common: what the protocol promises, except for what they are seen to lack.
 _PROTOBUF = Dialect(
     name="protobuf",

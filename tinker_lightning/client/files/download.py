@@ -73,7 +73,7 @@ async def checkpoint(connection: Connection, path: str, folder: Path) -> None:
     async def sign() -> Addresses:
         url = f"{checkpoints.url(path)}/external_weights_urls"
         answer = await connection.get(url, ExternalWeightsUrlsResponse)
-        return Addresses(answer.urls, _moment(answer.expires))
+        return Addresses(answer.urls, answer.expires)
 
     return await files(connection.stream, sign, folder)
 
@@ -177,14 +177,6 @@ def _place(folder: Path, name: str) -> Path:
     if not place.is_relative_to(folder.resolve()) or place == folder.resolve() or "\\" in name:
         raise InvalidMessage(f"the server offers {name!r}, which lies outside of the checkpoint; nothing was written")
     return place
-
-
-def _moment(text: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidMessage(f"expires: {text!r} is not a time") from error
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _is_redirect(response: httpx.Response) -> bool:

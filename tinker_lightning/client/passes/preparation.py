@@ -63,6 +63,7 @@ def prepare(
             asked = replace(asked, finish=_with_values)
         return replace(asked, lose=functools.partial(own.invalidate, loss_id), graphs=own.graphs(loss_id))
     name = loss_name(loss_fn)
+    session.dialect.check_loss(name)
     if not session.extensions.server_losses:
         return built_in(session.dialect, spread(data, inputs or {}), name, config or {}, scale)
     if name not in LOSSES and name != _CUSTOM:

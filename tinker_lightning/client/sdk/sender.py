@@ -98,8 +98,9 @@ class SdkSender:
         scale: float,
     ) -> ServerPass:
         """Checks a pass and converts it into a request; raises `InvalidInput` if it is invalid."""
-        datums = preparation.spread(data, inputs or {})
-        return preparation.built_in(self.dialect, datums, preparation.loss_name(loss_fn), config or {}, scale)
+        datums, name = preparation.spread(data, inputs or {}), preparation.loss_name(loss_fn)
+        self.dialect.check_loss(name)
+        return preparation.built_in(self.dialect, datums, name, config or {}, scale)
 
     def surrogate(self) -> Surrogate:
         """Returns the built-in loss that carries custom losses; raises `Unsupported` if none is known."""

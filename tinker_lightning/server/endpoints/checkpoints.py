@@ -123,7 +123,7 @@ def _runs(trainer: EmbeddedTrainer) -> dict[str, rs.TrainingRun]:
             base_model=model.base_model if model else summaries[-1].base_model,
             model_owner="local",
             is_lora=True,
-            last_request_time=model.last_request_time.isoformat() if model else summaries[-1].created_at,
+            last_request_time=model.last_request_time if model else datetime.fromisoformat(summaries[-1].created_at),
             lora_rank=model.lora_config.rank if model else summaries[-1].lora_config.rank,
             last_checkpoint=last.get("weights"),
             last_sampler_checkpoint=last.get("sampler_weights"),
@@ -144,11 +144,11 @@ def _checkpoint(summary: CheckpointSummary) -> rs.Checkpoint:
     return rs.Checkpoint(
         checkpoint_id=f"{path.kind}/{path.name}",
         checkpoint_type=_TYPES[path.kind],
-        time=summary.created_at,
+        time=datetime.fromisoformat(summary.created_at),
         tinker_path=summary.tinker_path,
         size_bytes=summary.size_bytes,
         user_metadata=summary.user_metadata,
-        expires_at=summary.expires_at,
+        expires_at=None if summary.expires_at is None else datetime.fromisoformat(summary.expires_at),
     )
 
 
@@ -176,7 +176,7 @@ async def external_weights_urls(request: Request) -> Response:
     summary = await run_in_threadpool(trainer_of(request).store.summary, path)
     expires = _signer(request).expiry()
     urls = {name: _signed_url(request, path, name, expires) for name in summary.adapter_files}
-    return answer(rs.ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC).isoformat()))
+    return answer(rs.ExternalWeightsUrlsResponse(urls, datetime.fromtimestamp(expires, UTC)))
 
 
 async def archive(request: Request) -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import InvalidInput, InvalidLoss
-from tinker_lightning.losses.builtin import LOSSES
+from tinker_lightning.losses.builtin import LOSSES, NOT_PUBLISHED, UNPUBLISHED
 from tinker_lightning.lossgraph.graph_loss import UNLISTED_PREFIXES, GraphLoss, Source
 from tinker_lightning.lossgraph.server_loss import PythonLoss, RegisteredLoss
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget
@@ -27,7 +27,7 @@ MAX_VALUES = 1 << 18
 MAX_TOTAL_VALUES = 1 << 22
 _VALUE_BYTES = 400
 CUSTOM = "custom"
-_RESERVED = (*LOSSES, CUSTOM, "stable_reinforce")
+_RESERVED = (*LOSSES, CUSTOM, UNPUBLISHED)
 
 
 @dataclass(slots=True)
@@ -110,6 +110,8 @@ class LossRegistry:
                     f"loss_fn_config: loss_id: this session has no loss {key!r:.140}, or it was evicted. Upload it "
                     "with create_custom_loss and pass the returned handle."
                 )
+            if loss_fn == UNPUBLISHED:
+                raise InvalidInput(f"loss_fn: {NOT_PUBLISHED}")
             available = ", ".join(self.listing(session_id))
             evicted = ", or was evicted" if "@" in loss_fn else ""  # an id from register()
             raise InvalidInput(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.losses.builtin import NOT_PUBLISHED
 from tinker_lightning.server.engine.interface import ModelCatalog, PromptScoring, SamplingRequest
 from tinker_lightning.server.engine.interface import Sampler as EngineSampler
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
@@ -123,6 +124,8 @@ class Sampling:
         sampler = self._registry.sampler(request.sampling_session_id)
         if request.num_samples > MAX_SAMPLES:
             raise InvalidInput(f"num_samples: {request.num_samples} exceeds the maximum of {MAX_SAMPLES}")
+        if request.record_stability_info:
+            raise InvalidInput(f"record_stability_info: {NOT_PUBLISHED}")
 
         # The session is left out of the sampler's name, because its random id would differ between runs.
         name = sampler.sampler_id.partition(":")[2]
