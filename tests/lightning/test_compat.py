@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import launchers
@@ -133,7 +133,7 @@ def found() -> set[str]:
             results = _compat.TRAIN_RESULTS.get(trainer)
             logged = next(iter(results.values()))
             objects: list[Any] = [trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), MeanMetric()]
-            objects += [results, logged]
+            objects += [results, logged, RichProgressBar()]
             own = {"launchers": launchers, "Closure": Closure}
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
