@@ -19,12 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import wandb
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
-from wandb.proto import wandb_internal_pb2
 
 from tinker_lightning.lightning.checkpoint.format import read_rows
 
@@ -52,6 +50,8 @@ def describe(trainer: pl.Trainer) -> dict[str, Any]:
         fs, path = url_to_fs(_csv_file(each))
         files[_csv_name(each)] = _read(fs, path).count(b"\n") - 1 if fs.isfile(path) else 0
     for each in _loggers(trainer, WandbLogger):
+        import wandb  # takes a second
+
         with contextlib.suppress(wandb.Error):
             if each.version:
                 runs[str(each.version)] = [Path(each.experiment.dir).parent.name, each.experiment.step]
@@ -152,6 +152,8 @@ def _drop_wandb(run: Any, folder: str, cut: Cut) -> None:
 
 def _cut_wandb(file: Path, cut: Cut) -> None:
     """Cuts off the file of an offline run, as if the run had been killed there."""
+    from wandb.proto import wandb_internal_pb2
+
     count, log = 0, file.read_bytes()
     try:
         for start, record in wandb_records(log):
