@@ -244,10 +244,11 @@ class UnreadFailures:
         self._lock = threading.Lock()
         self._held = 0
 
-    def add(self, future: F) -> F:
-        """Tracks a future, unless it is tracked already, and returns it."""
+    def add(self, future: F, *others: TinkerFuture[Any]) -> F:
+        """Tracks futures, unless they are tracked already, and returns the first one."""
         with self._lock:
             self._futures[id(future)] = future
+            self._futures.update((id(each), each) for each in others)
         return future
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -241,9 +241,7 @@ class RemoteModel:
         self.version += 1
         self.saved = None
         self._in_flight.append(step)
-        for backward in step.backwards:
-            self.unread.add(backward)  # which a backend that wraps another may not have done
-        self.unread.add(step.optim)
+        self.unread.add(*step.backwards, step.optim)  # which a backend that wraps another may not have done
         if self.on_step is not None:
             self.on_step(step)
         return step
