@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -29,6 +31,7 @@ def test_every_lower_bound_is_pinned() -> None:
         assert pinned[requirement.name].contains(lower), requirement
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the lock is for one Python")
 def test_the_lock_covers_every_requirement() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     locked = {canonicalize_name(name): release for name, _, release in (line.partition("==") for line in lines)}

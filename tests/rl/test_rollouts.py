@@ -287,7 +287,7 @@ def test_a_reward_that_hangs_is_named(
     loader.admit(1, lambda: source_of(service))
     arrived(loader, 0)
     first, second = (record.getMessage() for record in caplog.records[:2])
-    count = 1 if blocks_the_loop else 4
+    count = "1" if blocks_the_loop else "[1-4]"  # threads may start late
     assert re.match(rf"reward 'judge' has been running for \d+ s; unfinished calls: {count}\. .*timeout=", first)
     assert "Prompt: 'prompt " in first
     assert second.startswith("reward 'judge' has been running")
