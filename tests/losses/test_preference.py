@@ -89,6 +89,15 @@ def test_dpo_logs_what_trl_logs() -> None:
     )
 
 
+@pytest.mark.parametrize("loss", [partial(dpo, length_normalized=True), ipo, partial(ipo, length_normalized=False)])
+def test_rewards_are_sums_over_tokens_as_in_trl_also_if_the_loss_compares_means(loss: Any) -> None:
+    data, logprobs = batch()
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    _, expected = dpo(data, logprobs, beta=0.3)
+    _, metrics = loss(data, logprobs, beta=0.3)
+    assert [metrics[name] for name in names] == [expected[name] for name in names]
+
+
 @pytest.mark.parametrize("length_normalized", [True, False])
 def test_ipo_equals_its_formula_pair_by_pair(length_normalized: bool) -> None:
     def expected(data: list[Datum], logprobs: list[Tensor]) -> Tensor:

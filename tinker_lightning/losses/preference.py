@@ -49,9 +49,10 @@ def dpo(
     Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Consecutive datums are pairs:
     chosen, rejected, chosen, rejected.
 
-    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference; `rewards/margins` and
-    `rewards/accuracies`; `chosen_nll`, the mean over pairs of the chosen response's negative log-likelihood per token,
-    which rises if both responses become less likely.
+    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference, summed over the tokens of a
+    response; without a reference, the scores that the loss compares. `rewards/margins` and `rewards/accuracies`;
+    `chosen_nll`, the mean over pairs of the chosen response's negative log-likelihood per token, which rises if both
+    responses become less likely.
 
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
@@ -77,8 +78,9 @@ def dpo(
     batch = Batch(data, logprobs, rank=1)
     weights = batch.weights(per_datum=True)
     gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
-    rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
-    loss = preference_nll(rewards[:, 0], rewards[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
+    scores = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
+    loss = preference_nll(scores[:, 0], scores[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
+    rewards = scores if reference_free else groups(beta * sequence_sums(gains, weights), 2)
     return loss, _metrics(rewards, batch, weights)
 
 
@@ -103,11 +105,10 @@ def ipo(data: Data, logprobs: Logprobs, *, beta: float = 0.1, length_normalized:
         raise InvalidInput(f"beta must be above 0, got {beta}")
     batch = Batch(data, logprobs, rank=1)
     weights = batch.weights(per_datum=True)
-    gains = groups(
-        sequence_sums(batch.logprobs - batch.tokens("reference_logprobs"), weights, mean=length_normalized), 2
-    )
-    loss = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square().mean()
-    return loss, _metrics(beta * gains, batch, weights)
+    gains = batch.logprobs - batch.tokens("reference_logprobs")
+    scores = groups(sequence_sums(gains, weights, mean=length_normalized), 2)
+    loss = (scores[:, 0] - scores[:, 1] - 1 / (2 * beta)).square().mean()
+    return loss, _metrics(groups(beta * sequence_sums(gains, weights), 2), batch, weights)
 
 
 def orpo(data: Data, logprobs: Logprobs, *, beta: float = 0.1) -> Loss:
