@@ -155,6 +155,7 @@ METRICS = {
     "reinforce": {"reward", "advantage_rms", "action_nll"},
     "kl_regularized": LIKELIHOOD | {"kl"},
     **dict.fromkeys(("dpo", "ipo", "orpo"), REWARDS),
+    "kto": REWARDS | {"kl"},
     "contrastive": {"accuracy", "score_margin"},
 }
 PROTOCOL = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")

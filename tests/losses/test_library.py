@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
 
-MEANS = ("grpo", "reinforce", "dpo", "ipo", "orpo", "contrastive")
+MEANS = ("grpo", "reinforce", "dpo", "ipo", "orpo", "kto", "contrastive")
 ADDED_UP = [name for name in LIBRARY if name.split(",")[0] not in MEANS]
 
 
