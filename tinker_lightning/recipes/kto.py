@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from tinker_lightning import losses
@@ -101,7 +100,7 @@ class KTO(RemoteModule):
         """Checks the batches and labels of training rows that are in memory."""
         loader = self.trainer.train_dataloader
         self._check_last_batches(loader, [self.trainer.num_training_batches])
-        rows = getattr(loader, "dataset", None)
+        rows: Any = getattr(loader, "dataset", None)
         labels = set().union(*map(_labels, rows)) if isinstance(rows, Sequence) else set()
         if len(labels) == 1:
             warnings.warn(
@@ -126,9 +125,9 @@ class KTO(RemoteModule):
         items = batch if isinstance(batch, Sequence) and not isinstance(batch, str) else [batch]
         if not items:
             raise InvalidDatum("the batch has no answers; drop empty batches in the loader")
-        if self._kl and len(items) == 1:
-            raise InvalidDatum(f"the micro-batch has one row, {_NO_OTHER}")
         answers = [self._answers(i, item) for i, item in enumerate(items)]
+        if self._kl and len(answers) == 1:
+            raise InvalidDatum(f"the micro-batch has one row, {_NO_OTHER}")
         # The chosen answers of pairs precede the rejected ones, so that the next answer has another prompt.
         data = [each for column in itertools.zip_longest(*answers) for each in column if each is not None]
         if self._kl:
@@ -153,11 +152,13 @@ class KTO(RemoteModule):
     def _check_last_batches(self, loaders: Any, limits: Sequence[float]) -> None:
         """Raises `InvalidInput` if a loader will end with a micro-batch of one row."""
         for loader, limit in zip(loaders if isinstance(loaders, list) else [loaders], limits, strict=False):
-            if not self._kl or not isinstance(loader, DataLoader) or not isinstance(loader.dataset, Sequence):
+            rows, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+            if not self._kl or not isinstance(rows, Sequence) or not size or loader.drop_last:
                 continue
-            rows, size = len(loader.dataset), loader.batch_size
-            if size is not None and rows % size == 1 and not loader.drop_last and limit == len(loader):
-                raise InvalidInput(f"the last of {len(loader)} micro-batches has one of the {rows} rows, {_NO_OTHER}")
+            if len(rows) % size == 1 and limit == len(loader):
+                raise InvalidInput(
+                    f"the last of {len(loader)} micro-batches has one of the {len(rows)} rows, {_NO_OTHER}"
+                )
 
     def _answers(self, index: int, item: Any) -> list[Datum]:
         """Returns the answer of a row, or the chosen and the rejected one of a pair, with their labels."""

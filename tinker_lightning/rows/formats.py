@@ -116,7 +116,10 @@ class RowFormat:
             raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
         name, row = standard_columns(row)
         if missing := [name for name in ("chosen", "rejected") if name not in row]:
-            raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
+            raise InvalidDatum(
+                f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}"
+                + (". Answers with a label are for KTO." if "label" in row else "")
+            )
         prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
         if answers[0] == answers[1]:
             raise InvalidDatum("chosen and rejected are equal, so there is no preference to learn")
