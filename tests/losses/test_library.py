@@ -157,6 +157,8 @@ def datums(now: list[Tensor] | None = None) -> list[Datum]:
                 ids,
                 [*ids[1:], last],
                 weights=response,
+                kl_weights=response,
+                label=float(i == 0),
                 logprobs=near,
                 reference_logprobs=near,
                 advantages=response * (2 * numbers(n) - 1),

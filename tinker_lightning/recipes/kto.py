@@ -201,10 +201,11 @@ class KTO(RemoteModule):
 
 
 def _labels(row: Any) -> set[bool]:
-    """Returns the labels of a training row; both for a pair."""
+    """Returns the labels of a training row; both for a pair, and for a row that will raise when it is converted."""
     if isinstance(row, DatumLike):
         return {bool(row.loss_fn_inputs["label"].tolist())} if "label" in row.loss_fn_inputs else set()
-    return {row["label"]} if isinstance(row, Mapping) and "label" in row else {True, False}
+    label = row.get("label") if isinstance(row, Mapping) else None
+    return {label} if isinstance(label, bool) else {True, False}
 
 
 def _split(datum: Datum) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
