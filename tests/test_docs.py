@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Those with tests of their own, in which they train less.
 OWN_TESTS = (
-    *("accelerate_loop", "distill", "dpo", "fabric", "generation_eval", "grpo", "judge", "multi_turn", "quickstart"),
-    "sft",
+    *("accelerate_loop", "distill", "dpo", "fabric", "generation_eval", "grpo", "judge", "kto", "multi_turn"),
+    *("quickstart", "sft"),
 )
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / f"{name}.py" for name in OWN_TESTS})
 # Lightning has advice for loaders and loggers as small as these. No page and no example uses what the official SDK has

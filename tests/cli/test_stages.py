@@ -105,7 +105,7 @@ CONFIGURATIONS = {file.stem: file for file in sorted((ROOT / "examples" / "confi
 
 
 @pytest.mark.filterwarnings("ignore:the gradient of the loss")  # of multi_turn, whose model is still its reference
-@pytest.mark.parametrize("name", mostly_soak(CONFIGURATIONS, but=["sft", "multi_turn"]))
+@pytest.mark.parametrize("name", mostly_soak(CONFIGURATIONS, but=["sft", "kto", "multi_turn"]))
 def test_the_configurations_of_the_examples_train(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CONFIGURATIONS[name]
     monkeypatch.chdir(ROOT)  # which their paths start from

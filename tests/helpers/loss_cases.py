@@ -34,7 +34,7 @@ def batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[list[Datum],
     """
     numbers = Numbers(seed)
     data, logprobs = [], []
-    for n in lengths:
+    for i, n in enumerate(lengths):
         mask = (torch.arange(n) > 0).float()
         p = -3 * numbers(n)
         data.append(
@@ -42,6 +42,8 @@ def batch(seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[list[Datum],
                 range(n),
                 range(1, n + 1),
                 weights=mask,
+                kl_weights=mask,
+                label=float(i % 4 == 0),
                 logprobs=p + numbers(n) - 0.5,
                 reference_logprobs=p + 2 * numbers(n) - 1,
                 advantages=mask * (4 * numbers(n) - 2),

@@ -42,6 +42,8 @@ LIBRARY: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     "ipo": (losses.ipo, ("weights", "reference_logprobs")),
     "orpo": (losses.orpo, ("weights",)),
+    "kto": (partial(losses.kto, desirable_weight=0.8), ("weights", "label", "kl_weights", "reference_logprobs")),
+    "kto, without KL": (partial(losses.kto, beta=1.0, kl=False), ("weights", "label", "reference_logprobs")),
     "contrastive": (losses.contrastive, ("weights",)),
 }
 

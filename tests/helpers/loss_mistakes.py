@@ -27,7 +27,7 @@ def alternatives(i: int | None = None, **changes: Any) -> list[Datum]:
     data, _ = batch()
     for j, datum in enumerate(data):
         inputs = {
-            name: tensor if name == "reward" else tensor.to_torch()[:, None].repeat(1, 3)
+            name: tensor if name in ("reward", "label") else tensor.to_torch()[:, None].repeat(1, 3)
             for name, tensor in datum.loss_fn_inputs.items()
         }
         inputs["teacher_logprobs"] = torch.tensor([0.5, 0.3, 0.1]).log().repeat(datum.model_input.length, 1)

@@ -155,6 +155,7 @@ METRICS = {
     "reinforce": {"reward", "advantage_rms", "action_nll"},
     "kl_regularized": LIKELIHOOD | {"kl"},
     **dict.fromkeys(("dpo", "ipo", "orpo"), REWARDS),
+    "kto": REWARDS | {"kl"},
     "contrastive": {"accuracy", "score_margin"},
 }
 PROTOCOL = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -171,10 +172,11 @@ def data_for(name: str) -> list[Datum]:
 def test_every_route_logs_the_same_metrics(stage: Stage, tmp_path: Path, name: str) -> None:
     """The names are those of the table in docs/losses.md."""
     data = data_for(name)
-    here = fitted(stage, tmp_path, data, n=1, loss=getattr(losses, name), route="two-pass")
+    size = 4 if name == "kto" else 2  # two answers of KTO, one with each label
+    here = fitted(stage, tmp_path, data, n=1, size=size, loss=getattr(losses, name), route="two-pass")
     for row in here[1].values():
         assert row.keys() == METRICS[name] | EVERY_STEP
-    assert_alike(fitted(stage, tmp_path, data, n=1, loss=getattr(losses, name), route="server"), here)
+    assert_alike(fitted(stage, tmp_path, data, n=1, size=size, loss=getattr(losses, name), route="server"), here)
     if name in PROTOCOL:
         assert_alike(fitted(stage, tmp_path, data, n=1, loss=name, route="builtin"), here)
 

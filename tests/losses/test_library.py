@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tinker_lightning.client import ServiceClient
 
-MEANS = ("grpo", "reinforce", "dpo", "ipo", "orpo", "contrastive")
+MEANS = ("grpo", "reinforce", "dpo", "ipo", "orpo", "kto", "contrastive")
 ADDED_UP = [name for name in LIBRARY if name.split(",")[0] not in MEANS]
 
 
@@ -157,6 +157,8 @@ def datums(now: list[Tensor] | None = None) -> list[Datum]:
                 ids,
                 [*ids[1:], last],
                 weights=response,
+                kl_weights=response,
+                label=float(i == 0),
                 logprobs=near,
                 reference_logprobs=near,
                 advantages=response * (2 * numbers(n) - 1),

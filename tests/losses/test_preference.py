@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.helpers.loss_cases import assert_same, batch, entry, value_and_gradient
-from tinker_lightning.losses import contrastive, dpo, ipo, orpo, preference_nll
+from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.losses import contrastive, dpo, ipo, kto, orpo, preference_nll
 
 if TYPE_CHECKING:
     from tinker_lightning import Datum
@@ -89,6 +90,15 @@ def test_dpo_logs_what_trl_logs() -> None:
     )
 
 
+@pytest.mark.parametrize("loss", [partial(dpo, length_normalized=True), ipo, partial(ipo, length_normalized=False)])
+def test_rewards_are_sums_over_tokens_as_in_trl_also_if_the_loss_compares_means(loss: Any) -> None:
+    data, logprobs = batch()
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    _, expected = dpo(data, logprobs, beta=0.3)
+    _, metrics = loss(data, logprobs, beta=0.3)
+    assert [metrics[name] for name in names] == [expected[name] for name in names]
+
+
 @pytest.mark.parametrize("length_normalized", [True, False])
 def test_ipo_equals_its_formula_pair_by_pair(length_normalized: bool) -> None:
     def expected(data: list[Datum], logprobs: list[Tensor]) -> Tensor:
@@ -112,6 +122,88 @@ def test_orpo_equals_its_formula_pair_by_pair() -> None:
 
     got = value_and_gradient(partial(orpo, beta=0.7), *batch())
     assert_same(got, value_and_gradient(expected, *batch()))
+
+
+KTO_SETTINGS: dict[str, dict[str, Any]] = {
+    "as in the paper": {},
+    "with weights": {"beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.6},
+    "only desirable": {"undesirable_weight": 0.0},
+    "APO-zero": {"beta": 0.7, "kl": False, "desirable_weight": 1.3},
+}
+
+
+def kto_of_trl(
+    data: list[Datum],
+    logprobs: list[Tensor],
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    kl: bool = True,
+) -> Tensor:
+    """The formulas of `kto` and `apo_zero_unpaired` in TRL's documentation, for each class of answers on its own."""
+    gains = [(p - entry(datum, "reference_logprobs"))[1:].sum() for datum, p in zip(data, logprobs, strict=True)]
+    labels = [entry(datum, "label").item() for datum in data]
+    nothing = 0 * torch.stack(gains).sum()  # a gradient for answers that have none
+    if kl:
+        z = torch.stack(gains[1::2]).mean().detach().clamp(min=0)
+        gains, labels = gains[::2], labels[::2]
+    else:
+        z = torch.zeros((), dtype=torch.float64)
+    chosen = [1 - 1 / (1 + torch.exp(-beta * (gain - z))) for gain, label in zip(gains, labels, strict=True) if label]
+    rejected = [
+        1 - 1 / (1 + torch.exp(-beta * (z - gain))) for gain, label in zip(gains, labels, strict=True) if not label
+    ]
+    terms = [desirable_weight * each for each in chosen] + [undesirable_weight * each for each in rejected]
+    return torch.stack(terms).mean() + nothing
+
+
+@pytest.mark.parametrize("what", KTO_SETTINGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_kto_equals_the_formula_of_trl(what: str, seed: int) -> None:  # R3.5, R4.3
+    got = value_and_gradient(partial(kto, **KTO_SETTINGS[what]), *batch(seed))
+    assert_same(got, value_and_gradient(partial(kto_of_trl, **KTO_SETTINGS[what]), *batch(seed)))
+
+
+def test_both_signs_of_the_kl_estimate_are_tested() -> None:
+    assert {kto(*batch(seed))[1]["kl"].item() > 0 for seed in range(4)} == {True, False}
+
+
+def test_the_mismatched_answers_of_kto_have_no_gradient() -> None:
+    data, logprobs = batch()
+    leaves = [each.clone().requires_grad_() for each in logprobs]
+    gradients = torch.autograd.grad(kto(data, leaves)[0], leaves)
+    assert [bool(gradient.any()) for gradient in gradients] == [True, False] * 3
+
+
+def test_kto_logs_what_trl_logs_and_nothing_of_answers_that_are_absent() -> None:
+    data, logprobs = batch()
+    rewards = [
+        0.5 * (p - entry(datum, "reference_logprobs"))[1:].sum().item() for datum, p in zip(data, logprobs, strict=True)
+    ]
+    z = max(0.0, sum(rewards[1::2]) / 3 / 0.5)
+    _, metrics = kto(data, logprobs, beta=0.5)
+    chosen, rejected = (rewards[0] + rewards[4]) / 2, rewards[2]
+    rights = [rewards[0] > 0.5 * z, rewards[4] > 0.5 * z, rewards[2] < 0.5 * z]
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": sum(rights) / 3,
+            "chosen_nll": -(logprobs[0][1:].mean() + logprobs[4][1:].mean()).item() / 2,
+            "kl": z,
+        }
+    )
+    only_rejected = kto(data[2:4], logprobs[2:4])[1]
+    assert only_rejected.keys() == {"rewards/rejected", "rewards/accuracies", "kl"}
+
+
+def test_labels_that_are_no_labels() -> None:
+    data, logprobs = batch()
+    data[2] = data[2].with_inputs(label=-1.0)
+    with pytest.raises(InvalidDatum, match=r"label must be 1 \(desirable\) or 0 \(undesirable\), got \[1\.0, -1\.0"):
+        kto(data, logprobs)
 
 
 @given(seed=st.integers(0, 1000), beta=st.floats(0.01, 5), length_normalized=st.booleans())

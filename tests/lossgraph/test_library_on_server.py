@@ -72,7 +72,7 @@ def gradient(trainer: EmbeddedTrainer, service: ServiceClient, submit: Callable[
 
 
 # Those whose shape no datum checks by itself.
-FREE = ("reference_logprobs", "teacher_logprobs", "reward")
+FREE = ("reference_logprobs", "teacher_logprobs", "reward", "label", "kl_weights")
 WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "a number": lambda _: -10.0,
     "a vector of one": lambda _: torch.tensor([-10.0]),
@@ -91,7 +91,7 @@ def test_an_input_that_does_not_fit_raises_alike_on_every_route(
     data, _ = case_of(loss)
     for i, datum in enumerate(data):
         right = datum.loss_fn_inputs[name].to_torch()
-        value = right.new_zeros(2) if name == "reward" and wrong != "NaN" else WRONG[wrong](right)
+        value = right.new_zeros(2) if name in ("reward", "label") and wrong != "NaN" else WRONG[wrong](right)
         data[i] = with_input(datum, name, value)
     here = raised_error(client, "two-pass", LIBRARY[loss][0], data)
     assert here[0] is InvalidDatum

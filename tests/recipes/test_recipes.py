@@ -1,4 +1,4 @@
-"""SFT and DPO: exact gradients, one wait a step, references that are scored once, and errors that help."""
+"""SFT, DPO and KTO: exact gradients, one wait a step, references that are scored once, and errors that help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinker_lightning.callbacks import CostMonitor, RemoteMonitor
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.data import ChatData, PreferenceData, RolloutData
 from tinker_lightning.errors import InvalidDatum, InvalidInput
-from tinker_lightning.recipes import DPO, GRPO, SFT, recommended_lr
+from tinker_lightning.recipes import DPO, GRPO, KTO, SFT, recommended_lr
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
@@ -42,6 +42,10 @@ PAIRS = [
 ]
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENTED = (DOCS / "recipes.md").read_text(encoding="utf-8") + (DOCS / "callbacks.md").read_text(encoding="utf-8")
+LABELED: list[dict[str, Any]] = [
+    {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+    for pair, name in zip(PAIRS, ("chosen", "rejected", "chosen"), strict=True)
+]
 CHATS = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
 
 
@@ -102,19 +106,37 @@ def orpo(data: list[Datum], p: list[Tensor], _: list[Tensor]) -> Tensor:
     return -(0.1 * torch.stack(ratios) + torch.stack(means[::2])).mean()
 
 
+def kto(data: list[Datum], p: list[Tensor], r: list[Tensor]) -> Tensor:
+    gains = [a - b for a, b in zip(p, r, strict=True)]
+    mismatched = [
+        gain[datum.loss_fn_inputs["kl_weights"].to_torch() > 0].sum() for datum, gain in zip(data, gains, strict=True)
+    ]
+    z = torch.stack(mismatched[1::2]).mean().detach().clamp(min=0)
+    good, bad, best = scores(data[::2], gains[::2], mean=False)
+    return (
+        -(
+            1.5 * torch.sigmoid(0.3 * (good - z))
+            + torch.sigmoid(0.3 * (z - bad))
+            + 1.5 * torch.sigmoid(0.3 * (best - z))
+        )
+        / 3
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "rows", "expected"),
     first_only(
         [
             (SFT, {}, CHATS, sft),
+            (KTO, {"beta": 0.3, "desirable_weight": 1.5}, LABELED, kto),
             (DPO, {"beta": 0.3, "margin": 0.2, "label_smoothing": 0.1}, PAIRS, dpo),
             (DPO, {"loss_type": "ipo"}, PAIRS, ipo),
             (DPO, {"loss_type": "simpo"}, PAIRS, simpo),
             (DPO, {"loss_type": "orpo"}, PAIRS, orpo),
         ],
-        2,
+        3,
     ),
-    ids=["SFT", "DPO", "IPO", "SimPO", "ORPO"],
+    ids=["SFT", "KTO", "DPO", "IPO", "SimPO", "ORPO"],
 )
 def test_a_recipe_trains_with_the_gradient_of_plain_autograd(
     kind: Any, settings: dict[str, Any], rows: Any, expected: Any, trainer64: EmbeddedTrainer
@@ -340,6 +362,7 @@ def test_a_fit_shows_once_where_its_loss_runs_and_logs_what_the_docs_list(
     expected = {
         SFT: (ChatData(CHATS, CHATS), "computed on the server in one pass (route 'builtin')"),
         DPO: (PreferenceData(PAIRS, PAIRS), "computed here, from a forward pass that the server keeps"),
+        KTO: (PreferenceData(LABELED, LABELED), "computed here, from a forward pass that the server keeps"),
         GRPO: (prompts, "loss importance_sampling, computed here, from a forward pass that the server keeps"),
     }
     for recipe, (data, line) in expected.items():

@@ -102,7 +102,7 @@ def test_rows_without_a_loader_raise_with_the_line_to_write(module: RemoteModule
         ([[{"content": "x"}]], "row 0 of the batch: message 0 has no role"),
         ([{"messages": [CHAT[0], {"role": "assistant", "content": ""}]}], "row 0 of the batch: the answer is empty"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "Pairs of answers are for DPO"),
-        ([(ROWS[-1], ROWS[-1])], "groups of 2 datums, such as the pairs of PreferenceData, which only DPO trains on"),
+        ([(ROWS[-1], ROWS[-1])], "groups of 2 datums, such as the pairs of PreferenceData, which DPO and KTO train on"),
         (["x", 3], "a batch must be a list of datums, texts, chats or dicts .* got list of int"),
         ([], "the batch has no datums"),
     ],

@@ -22,7 +22,7 @@ _STAGES = {
 _HELP = """\
 options, in the YAML file or as arguments, which take precedence:
   --config FILE         read options from a YAML file; may be given several times
-  --model NAME          the recipe, SFT, DPO, GRPO or Distill, or the import path of a LightningModule
+  --model NAME          the recipe, SFT, DPO, KTO, GRPO or Distill, or the import path of a LightningModule
   --model.OPTION VALUE  an option of the recipe, for example --model.model smollm2-135m
   --data NAME           ChatData, PreferenceData, PromptData or RolloutData, or the import path of a
                         LightningDataModule

@@ -353,17 +353,22 @@ class ChatData(RowData):
 
 
 class PreferenceData(RowData):
-    """Pairs of answers to one prompt: batches are lists of pairs of datums, chosen and rejected.
+    """Pairs of answers to one prompt, or single answers with a label.
 
-    A row is a dict with `prompt`, `chosen` and `rejected`, each a string or a list of messages. Without `prompt`, the
-    answers are whole chats, whose common start is the prompt. Weights are 1 on the answers. See `RowData` for the
-    arguments; `batch_size` counts pairs.
+    A pair is a dict with `prompt`, `chosen` and `rejected`, each a string or a list of messages. Without `prompt`, the
+    answers are whole chats, whose common start is the prompt. Batches are lists of pairs of datums, chosen and
+    rejected; `batch_size` counts pairs.
+
+    For `KTO`, a row is also a dict with `prompt`, `completion` and `label`, true if the completion is desirable and
+    false if not, or with `messages` and the `label` of the last one. Batches are lists of datums with `label`.
+
+    Weights are 1 on the answers. See `RowData` for the arguments.
     """
 
     @override
-    def convert(self, row: Any, rows: RowFormat) -> tuple[Datum, Datum]:
-        """Converts a row to a chosen and a rejected datum."""
-        return rows.pair(row)
+    def convert(self, row: Any, rows: RowFormat) -> Datum | tuple[Datum, Datum]:
+        """Converts a row to a chosen and a rejected datum, or to a datum with a label."""
+        return rows.preference(row)
 
 
 class PromptData(RowData):

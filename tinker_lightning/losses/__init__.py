@@ -9,7 +9,7 @@ from tinker_lightning.losses.batch import Batch
 from tinker_lightning.losses.kl import kl_estimate, kl_regularized
 from tinker_lightning.losses.likelihood import cross_entropy, topk_distillation
 from tinker_lightning.losses.policy import cispo, dro, group_advantages, grpo, gspo, importance_sampling, ppo, reinforce
-from tinker_lightning.losses.preference import contrastive, dpo, ipo, orpo, preference_nll
+from tinker_lightning.losses.preference import contrastive, dpo, ipo, kto, orpo, preference_nll
 
 __all__ = [
     "Batch",
@@ -25,6 +25,7 @@ __all__ = [
     "ipo",
     "kl_estimate",
     "kl_regularized",
+    "kto",
     "orpo",
     "ppo",
     "preference_nll",

@@ -24,6 +24,8 @@ _SOURCES = {
     "reference_logprobs": "pass those of the reference model, e.g. from its compute_logprobs, and 0 on the prompt",
     "teacher_logprobs": "pass the teacher's log-probability of each of the [T, K] targets",
     "reward": "pass one number for the datum",
+    "kl_weights": "pass 1 on a mismatched response, which only the estimate of KL reads, and 0 elsewhere",
+    "label": "pass 1 for a desirable response and 0 for an undesirable one",
 }
 # The fix for inputs that have no value at some positions. A log-probability of 0 would mean certainty.
 _WEIGHTLESS = "pass any finite value where there is none, and a weight of 0"

@@ -1,4 +1,4 @@
-"""Losses on groups of responses to one prompt: the better ones become more likely than the others."""
+"""Losses on preferences: better responses become more likely than others to the prompt, or than the reference."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.losses.batch import (
     Batch,
     Data,
     Logprobs,
     Loss,
+    drop_nan,
     groups,
+    is_traced,
     log_complement,
     sequence_sums,
 )
@@ -49,9 +51,10 @@ def dpo(
     Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). Consecutive datums are pairs:
     chosen, rejected, chosen, rejected.
 
-    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference; `rewards/margins` and
-    `rewards/accuracies`; `chosen_nll`, the mean over pairs of the chosen response's negative log-likelihood per token,
-    which rises if both responses become less likely.
+    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain over the reference, summed over the tokens of a
+    response; without a reference, the scores that the loss compares. `rewards/margins` and `rewards/accuracies`;
+    `chosen_nll`, the mean over pairs of the chosen response's negative log-likelihood per token, which rises if both
+    responses become less likely.
 
     Args:
         data: Pairs with `weights` (1 on the response) and `reference_logprobs`.
@@ -77,8 +80,9 @@ def dpo(
     batch = Batch(data, logprobs, rank=1)
     weights = batch.weights(per_datum=True)
     gains = batch.logprobs if reference_free else batch.logprobs - batch.tokens("reference_logprobs")
-    rewards = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
-    loss = preference_nll(rewards[:, 0], rewards[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
+    scores = groups(beta * sequence_sums(gains, weights, mean=length_normalized), 2)
+    loss = preference_nll(scores[:, 0], scores[:, 1], margin=margin, label_smoothing=label_smoothing).mean()
+    rewards = scores if reference_free else groups(beta * sequence_sums(gains, weights), 2)
     return loss, _metrics(rewards, batch, weights)
 
 
@@ -103,11 +107,10 @@ def ipo(data: Data, logprobs: Logprobs, *, beta: float = 0.1, length_normalized:
         raise InvalidInput(f"beta must be above 0, got {beta}")
     batch = Batch(data, logprobs, rank=1)
     weights = batch.weights(per_datum=True)
-    gains = groups(
-        sequence_sums(batch.logprobs - batch.tokens("reference_logprobs"), weights, mean=length_normalized), 2
-    )
-    loss = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square().mean()
-    return loss, _metrics(beta * gains, batch, weights)
+    gains = batch.logprobs - batch.tokens("reference_logprobs")
+    scores = groups(sequence_sums(gains, weights, mean=length_normalized), 2)
+    loss = (scores[:, 0] - scores[:, 1] - 1 / (2 * beta)).square().mean()
+    return loss, _metrics(groups(beta * sequence_sums(gains, weights), 2), batch, weights)
 
 
 def orpo(data: Data, logprobs: Logprobs, *, beta: float = 0.1) -> Loss:
@@ -147,6 +150,80 @@ def _metrics(rewards: Tensor, batch: Batch, weights: Tensor) -> dict[str, Tensor
         # A mean over answers, so that means over batches do not depend on how pairs are split.
         "chosen_nll": -sequence_sums(batch.logprobs.detach()[0::2], (weights[0::2] != 0).float(), mean=True).mean(),
     }
+
+
+def kto(
+    data: Data,
+    logprobs: Logprobs,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    kl: bool = True,
+) -> Loss:
+    """Returns the mean over responses of `λ·σ(∓β·(g - z₀))`; `g` is a response's gain over the reference.
+
+    Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8) needs no pairs: a desirable response
+    (minus, `label` 1) becomes more likely, an undesirable one (plus, `label` 0) less likely, compared with `z₀`, an
+    estimate of how far the model has moved from the reference. `z₀` is the mean gain of mismatched responses, each a
+    prompt with the response to another, or 0 if that is negative; it has no gradient. Consecutive datums are a response
+    and its mismatched one.
+
+    Metrics: `rewards/chosen` and `rewards/rejected`, β times the gain of desirable and undesirable responses, and
+    `rewards/margins`, their difference, each absent if the batch has no such responses; `rewards/accuracies`, how often
+    the gain is on the right side of `z₀`; `chosen_nll`, the negative log-likelihood per token of the desirable
+    responses; `kl`, which is `z₀`.
+
+    Args:
+        data: Responses with `weights` (1 on the response), `label` (1 or 0) and `reference_logprobs`, each followed by
+            a mismatched one. Both have `kl_weights`: 1 on the mismatched response, 0 elsewhere.
+        logprobs: The log-probabilities of the model.
+        beta: The strength of the pull towards the reference model.
+        desirable_weight: The weight λ of desirable responses.
+        undesirable_weight: The weight λ of undesirable responses.
+        kl: Whether to estimate `z₀`. Without it, each datum is a response and `z₀` is 0: the unpaired APO-zero
+            (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+
+    >>> from tinker_lightning import Datum
+    >>> good = Datum.from_targets([5], [6], weights=[1.0], label=1.0, reference_logprobs=[-1.0])
+    >>> bad = Datum.from_targets([5], [7], weights=[1.0], label=0.0, reference_logprobs=[-1.0])
+    >>> kto([good, bad], [torch.tensor([-0.5]), torch.tensor([-3.0])], beta=1.0, kl=False)[0]
+    tensor(0.2484)
+    """
+    if not beta > 0:
+        raise InvalidInput(f"beta must be above 0, got {beta}")
+    if not (desirable_weight >= 0 and undesirable_weight >= 0):
+        raise InvalidInput(
+            "desirable_weight and undesirable_weight must be at least 0, got "
+            f"{desirable_weight} and {undesirable_weight}"
+        )
+    batch = Batch(data, logprobs, rank=1)
+    weights = batch.weights()
+    size = 2 if kl else 1
+    labels = groups(batch.sequences("label"), size)[:, 0]
+    if not is_traced(labels) and not ((labels == 0) | (labels == 1)).all():
+        raise InvalidDatum(f"label must be 1 (desirable) or 0 (undesirable), got {labels.tolist()}")
+    gains = batch.logprobs - batch.tokens("reference_logprobs")
+    shift: Tensor | None = None
+    if kl:
+        mismatched = sequence_sums(gains.detach(), batch.tokens("kl_weights"))
+        shift = groups(mismatched, 2)[:, 1].mean().clamp(min=0)
+    gains = groups(sequence_sums(gains, weights), size)[:, 0]
+    leads = (2 * labels - 1) * beta * (gains if shift is None else gains - shift)
+    scales = undesirable_weight + (desirable_weight - undesirable_weight) * labels
+    loss = (scales * torch.sigmoid(-leads)).mean()
+
+    rewards = beta * gains.detach()
+    chosen, rejected = ((share * rewards).sum() / share.sum() for share in (labels, 1 - labels))
+    nlls = -groups(sequence_sums(batch.logprobs.detach(), (weights != 0).float(), mean=True), size)[:, 0]
+    metrics = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (leads.detach() > 0).float().mean(),
+        "chosen_nll": (labels * nlls).sum() / labels.sum(),
+    }
+    return loss, drop_nan(metrics if shift is None else {**metrics, "kl": shift})
 
 
 def contrastive(

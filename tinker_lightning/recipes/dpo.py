@@ -89,10 +89,6 @@ class DPO(RemoteModule):
             check_settings(LOSSES[loss_type], loss_settings)
         except InvalidInput as error:
             raise InvalidInput(str(error).removeprefix("loss_fn_config: ")) from None
-        if reference != "base" and "://" not in reference:
-            raise InvalidInput(
-                f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
-            )
         self._preference_loss = partial(LOSSES[loss_type], **loss_settings)
         self._references: References | None = None
         if loss_type in _WITH_REFERENCE:
@@ -138,6 +134,8 @@ class DPO(RemoteModule):
 
     def _pair_datums(self, index: int, item: Any) -> Sequence[Any]:
         if isinstance(item, DatumLike):
+            if "label" in item.loss_fn_inputs:
+                raise InvalidDatum(f"row {index} of the batch is an answer with a label, which only KTO trains on")
             return [item]
         if isinstance(item, list | tuple) and item and all(isinstance(one, DatumLike) for one in item):
             if len(item) != 2:

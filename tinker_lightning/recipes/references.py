@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinker_lightning.errors import InvalidDatum
+from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.types import ModelInput
 from tinker_lightning.types.datum import to_datum
 
@@ -36,6 +36,10 @@ class References:
     """
 
     def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None, *, keep: bool = True) -> None:
+        if reference != "base" and "://" not in reference:
+            raise InvalidInput(
+                f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
+            )
         self._lm = lm
         self._reference = reference
         self._cache = cache

@@ -69,8 +69,8 @@ def datums_of(batch: Any, rows: Callable[[], RowFormat]) -> list[Any]:
             other = next(item for item in batch if not isinstance(item, DatumLike) and not is_row(item))
             if isinstance(other, list | tuple) and other and all(isinstance(each, DatumLike) for each in other):
                 raise InvalidDatum(
-                    f"the batch has groups of {len(other)} datums, such as the pairs of PreferenceData, which only DPO "
-                    "trains on. Use ChatData, or override datums(self, batch) to flatten them."
+                    f"the batch has groups of {len(other)} datums, such as the pairs of PreferenceData, which DPO and "
+                    "KTO train on. Use ChatData, or override datums(self, batch) to flatten them."
                 )
             got += f" of {type(other).__name__}"
         raise InvalidDatum(

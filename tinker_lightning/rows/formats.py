@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -116,7 +116,10 @@ class RowFormat:
             raise InvalidDatum(f"a pair must be a dict with prompt, chosen and rejected, got {type(row).__name__}")
         name, row = standard_columns(row)
         if missing := [name for name in ("chosen", "rejected") if name not in row]:
-            raise InvalidDatum(f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}")
+            raise InvalidDatum(
+                f"the pair has no {missing[0]!r}; it has {', '.join(map(str, row)) or 'no columns'}"
+                + (". Answers with a label are for KTO." if "label" in row else "")
+            )
         prompt, answers = row.get("prompt"), [row["chosen"], row["rejected"]]
         if answers[0] == answers[1]:
             raise InvalidDatum("chosen and rejected are equal, so there is no preference to learn")
@@ -133,6 +136,22 @@ class RowFormat:
         pair = self._check_pair(chosen_datum, rejected_datum)
         self.count(name)
         return pair
+
+    def preference(self, row: Any) -> Datum | tuple[Datum, Datum]:
+        """Returns the datum of an answer with `label`, 1.0 if it is true, or the datums of a pair.
+
+        The answer is `completion`, or the last answer of `messages`.
+        """
+        if not isinstance(row, Mapping) or row.get("chosen") is not None or not {"label", "completion"} & row.keys():
+            return self.pair(row)
+        label = row.get("label")
+        if not isinstance(label, bool | np.bool_):
+            given = "is missing" if label is None else f"is {label!r}"
+            raise InvalidDatum(
+                f"the label of an answer must be true (desirable) or false (undesirable), but it {given}"
+            )
+        rows = self if row.get("completion") is not None else replace(self, only_last=True)
+        return self._with_label(rows.datum(row), float(label))
 
     def prompt(self, row: Any) -> ModelInput:
         """Returns the prompt of a text, a chat, or a dict with `prompt`, or with messages in any format.
@@ -187,6 +206,9 @@ class RowFormat:
             within = "" if self.max_length is None else f" within max_length={self.max_length}"
             raise InvalidDatum(f"chosen and rejected are equal{within}, so there is no preference to learn")
         return chosen, rejected
+
+    def _with_label(self, datum: Datum, label: float) -> Datum:
+        return datum.with_inputs(label=label)
 
     def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Datum:
         if self.as_text and isinstance(prompt, str) and isinstance(answer, str):
@@ -271,6 +293,11 @@ class PromptFormat(RowFormat):
     def _check_pair(self, chosen: Any, rejected: Any) -> Any:
         del rejected  # both are the prompt of the pair
         return chosen
+
+    @override
+    def _with_label(self, datum: Any, label: float) -> Any:
+        del label
+        return datum
 
     @override
     def _answer_datum(self, prompt: Any, answer: Any, tools: Any) -> Any:
