@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from tinker_lightning.types.datum import check_batch, to_datums
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -162,7 +162,7 @@ class BaseTrainingClient:
         self,
         data: Sequence[Any],
         loss_fn: LossFn | LossHandle | None = None,
-        loss_type_input: Literal["logprobs"] | None = None,
+        loss_type_input: Literal["logprobs"] | Iterable[Regularizer | Mapping[str, Any]] | None = None,
         *,
         regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
         base_loss_fn: LossFn | None = None,
@@ -178,7 +178,8 @@ class BaseTrainingClient:
             data: The datums.
             loss_fn: The loss; None if there are only regularizers. What `create_custom_loss` returned runs in one pass
                 where the server can.
-            loss_type_input: What the loss is computed from: `"logprobs"`, which None stands for.
+            loss_type_input: What the loss is computed from: `"logprobs"`, which None stands for. A list or another
+                iterable in this place is `regularizers`.
             regularizers: Terms that are added to it, with their own telemetry in the result's metrics. Weights that
                 are functions receive the number of `optim_step`s that were submitted before.
             base_loss_fn: Another name of `loss_fn`; give one of the two.
@@ -186,7 +187,7 @@ class BaseTrainingClient:
             regularizer_timeout: How many seconds async regularizers, and those in an executor, may take.
         """
         self._check()
-        _check_loss_type(loss_type_input)
+        regularizers = _third_argument(loss_type_input, regularizers)
         if loss_fn is not None and base_loss_fn is not None:
             raise InvalidInput("loss_fn and base_loss_fn are two names of one argument; give one of them")
         loss_fn = base_loss_fn if loss_fn is None else loss_fn
@@ -368,12 +369,12 @@ class BaseTrainingClient:
         return self.unread.add(self._queue.submit(f"forward_backward_custom of {self.model_id}", loss))
 
 
-def _check_loss_type(loss_type_input: Any) -> None:
-    """Raises `InvalidInput` if a custom loss is to be computed from anything but log-probabilities."""
-    if isinstance(loss_type_input, Sequence | Mapping) and not isinstance(loss_type_input, str):
-        raise InvalidInput(
-            "the third argument of forward_backward_custom is loss_type_input, as in the official SDK; pass "
-            "regularizers by keyword: forward_backward_custom(data, loss_fn, regularizers=[...])"
-        )
+def _third_argument(loss_type_input: Any, regularizers: Any) -> Any:
+    """Returns the regularizers of a custom loss, which may be in the third place, in which the SDK has a string."""
+    if isinstance(loss_type_input, Iterable) and not isinstance(loss_type_input, str):
+        if regularizers is not None:
+            raise InvalidInput("the third argument and regularizers are both regularizers; give one of them")
+        return loss_type_input
     if loss_type_input not in (None, "logprobs"):
-        raise InvalidInput(f"loss_type_input must be 'logprobs', got {loss_type_input!r}")
+        raise InvalidInput(f"loss_type_input must be 'logprobs', or a list of regularizers, got {loss_type_input!r}")
+    return regularizers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.spike import SpikeDetection
 from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.tuner import lr_finder
@@ -17,7 +18,10 @@ from tinker_lightning.remote.optimizers import RemoteOptimizer
 from tinker_lightning.rows.formats import DatumLike, is_row
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import lightning.pytorch as pl
+    from torch.optim import Optimizer
 
     from tinker_lightning.lightning.module import RemoteModule
 
@@ -29,6 +33,9 @@ _SOURCES = {
     "TEST_SOURCE": "test=",
     "PREDICT_SOURCE": "test=",
 }
+
+# Callbacks that read `outputs["loss"]`.
+_READERS = (LearningRateFinder, SpikeDetection)
 
 
 def check(trainer: pl.Trainer, module: RemoteModule) -> None:
@@ -70,6 +77,7 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
             f"all parameters of this {type(module).__name__} are frozen, so there is nothing to train; call unfreeze() "
             "first"
         )
+    check_steps(trainer.optimizers)
     if not module.automatic_optimization or not module.lm.handle.requires_grad:
         return
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -79,6 +87,20 @@ def check_optimizers(trainer: pl.Trainer, module: RemoteModule) -> None:
             "accumulate forever. Pass them to RemoteAdamW(self.parameters()) in configure_optimizers, or freeze the "
             "model with self.lm.requires_grad_(False)."
         )
+
+
+def check_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raises `InvalidInput` for an optimizer that has a remote model's parameters but steps locally."""
+    for optimizer in optimizers:
+        if any(isinstance(each, RemoteOptimizer) for each in (optimizer, *vars(optimizer).values())):
+            continue  # also as the inner optimizer of a wrapper
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        if any(isinstance(one, RemoteHandle) and one.requires_grad for one in parameters):
+            raise InvalidInput(
+                f"{type(optimizer).__name__} cannot train a remote model: its weights and gradients are on the server. "
+                "Return RemoteAdamW(self.parameters()) from configure_optimizers, which also trains local parameters; "
+                f"in manual optimization, {type(optimizer).__name__} can train the local ones alone."
+            )
 
 
 def clipping_optimizer(optimizer: Any, algorithm: str | None) -> RemoteOptimizer:
@@ -109,10 +131,13 @@ def check_processes(trainer: pl.Trainer) -> None:
         )
 
 
-def finds_learning_rate(trainer: pl.Trainer) -> bool:
-    """Returns whether the trainer searches for a learning rate, and reads the loss of each step immediately."""
-    callbacks = _compat.CALLBACKS.get(trainer)  # while a search runs, the callbacks of the search
-    return any(isinstance(one, LearningRateFinder) or type(one).__module__ == lr_finder.__name__ for one in callbacks)
+def reads_losses(trainer: pl.Trainer) -> bool:
+    """Returns whether a callback of Lightning reads the loss of each step immediately, as a learning rate search does.
+
+    While a search runs, the callbacks are those of the search.
+    """
+    callbacks = _compat.CALLBACKS.get(trainer)
+    return any(isinstance(one, _READERS) or type(one).__module__ == lr_finder.__name__ for one in callbacks)
 
 
 def _check_loaders(trainer: pl.Trainer) -> None:
@@ -163,10 +188,10 @@ def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
                 "BatchSizeFinder looks for the batch size that fills local memory, but the passes run on the server. "
                 "Choose a batch size; accumulate_grad_batches increases it without additional waits."
             )
-        if isinstance(callback, LearningRateFinder) and not module.chosen_route().runs_locally:
+        if isinstance(callback, _READERS) and not module.chosen_route().runs_locally:
             raise InvalidInput(
-                "LearningRateFinder needs the loss immediately, but this loss runs on the server and arrives later. "
-                "Set route = 'two-pass' for the search, or choose a learning_rate."
+                f"{type(callback).__name__} needs the loss immediately, but this loss runs on the server and arrives "
+                "later. Set route = 'two-pass', or leave the callback out."
             )
         if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
             raise InvalidInput(

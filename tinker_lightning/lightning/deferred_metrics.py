@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from tinker_lightning import losses
@@ -25,13 +25,12 @@ from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
 from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
-from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import ServerCall, Step
 from tinker_lightning.rows.batches import count_datums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -46,12 +45,10 @@ VALUE = "value"
 TOTAL = "loss_total"
 SCORES = frozenset({"nll", "perplexity"})
 COUNTS = frozenset({"tokens", "action_tokens"})
-# Logged by the module, the server or Lightning in some stage; "step" would even set the step of a logger's row.
-_RESERVED = PASS_METRICS | SCORES | {LOSS, "loss", "grad_norm", "learning_rate", "epoch", "step"}
+# What a run is controlled and drawn by; "step" would even set the step of a logger's row.
+RESERVED = frozenset({LOSS, "val_loss", "test_loss", TOTAL, "grad_norm", "learning_rate", "epoch", "step"})
 
 _SUM = "loss:sum"
-# Metrics of a loss that the server has renamed to avoid clashes.
-_SET_APART = frozenset(f"loss/{name}" for name in PASS_METRICS)
 
 
 class LoggingModule(SessionModule):
@@ -137,6 +134,7 @@ class _Entry:
     trainer: pl.Trainer
     when: LogStep
     share: float
+    logged: frozenset[str]
 
 
 class DeferredMetrics:
@@ -171,12 +169,13 @@ class DeferredMetrics:
         monitored = {getattr(one, "monitor", None) for one in readers} - {None}
         return bool(monitored & self._names if self._names else monitored)
 
-    def add(self, requests: Step, trainer: pl.Trainer, share: float) -> None:
+    def add(self, requests: Step, trainer: pl.Trainer, share: float, logged: Iterable[str]) -> None:
         """Adds the requests of a step, whose metrics belong to the step that loggers would write now.
 
-        `share` turns the sum over its window, divided by the full window size, into a mean.
+        `share` turns the sum over its window, divided by the full window size, into a mean. `logged` are the names
+        of the step's metrics that were logged already, which no metric of the server replaces.
         """
-        self._waiting.append(_Entry(requests, trainer, LogStep.current(trainer), share))
+        self._waiting.append(_Entry(requests, trainer, LogStep.current(trainer), share, frozenset(logged)))
 
     def log(self, *, wait: bool) -> None:
         """Logs the metrics that have arrived; with `wait`, waits for the rest. The client raises failures."""
@@ -192,22 +191,21 @@ class DeferredMetrics:
             self._waiting.popleft()
             if any(future.failed for future in futures):
                 continue
-            metrics = self._metrics(entry.requests, entry.share)
+            metrics = self._metrics(entry)
             if metrics.get("grad_norm") == 0:
                 for _, call in entry.requests.losses:
                     custom.warn_of_zero(call.name.removeprefix(LIBRARY_PREFIX).removeprefix(CUSTOM_PREFIX))
             self._names.update(metrics)
-            if any(isinstance(each, LearningRateMonitor) for each in _compat.CALLBACKS.get(entry.trainer)):
-                metrics.pop("learning_rate", None)  # which that callback logs
             log_at(entry.trainer, metrics, entry.when)
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
 
-    def _metrics(self, requests: Step, share: float) -> dict[str, float]:
-        """Returns the metrics of a step and of the losses that ran on the server."""
-        passes = [(loss.result(), call) for loss, call in requests.losses]
-        metrics = {**window_metrics(passes, share), **self._more_metrics(passes)} if passes else {}
-        return metrics | {name: float(value) for name, value in (requests.optim.result().metrics or {}).items()}
+    def _metrics(self, entry: _Entry) -> dict[str, float]:
+        """Returns the metrics of a step and of the losses that ran on the server; those of a loss keep their names."""
+        passes = [(loss.result(), call) for loss, call in entry.requests.losses]
+        step = {name: float(value) for name, value in (entry.requests.optim.result().metrics or {}).items()}
+        more = {name: value for name, value in step.items() if name not in entry.logged}
+        return {**more, **self._more_metrics(passes), **window_metrics(passes, entry.share)} if passes else more
 
 
 def _may_save(callback: Any, step: int) -> bool:
@@ -250,7 +248,7 @@ def window_metrics(passes: Sequence[FinishedPass], share: float = 1.0) -> dict[s
         if prefix:
             metrics |= prefixed_metrics(own, prefix)
         else:
-            metrics |= loss_metrics(own, is_of_library=_is_of_library(alike[0][1].loss))
+            metrics |= loss_metrics(own)
         if any(_SUM not in output.metrics for output, _ in alike):
             unknown |= {LOSS, TOTAL} if is_base else {LOSS}
             continue
@@ -273,7 +271,9 @@ def pass_metrics(
     """
     if not isinstance(loss, str) or loss not in BUILT_IN:
         metrics = {name: float(number) for name, number in output.metrics.items() if name not in PASS_METRICS}
-        return {name.removeprefix("loss/") if name in _SET_APART else name: each for name, each in metrics.items()}
+        # The server has prefixed those of the loss that are called like its own.
+        clashes = {name for name in metrics if name.replace("loss/", "") in PASS_METRICS}
+        return {name.removeprefix("loss/") if name in clashes else name: each for name, each in metrics.items()}
     if loss == custom.SURROGATE and _SUM in output.metrics:  # which may come without log-probabilities
         weights = torch.cat([target_weights(datum).flatten() for datum in data]).double()
         return custom.numbers(likelihood_scores(weights.new_tensor(output.metrics[_SUM]), weights))
@@ -301,16 +301,9 @@ def combined(window: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, flo
     return totals
 
 
-def _is_of_library(loss: Any) -> bool:
-    return loss.is_of_library if isinstance(loss, ServerLoss) else isinstance(loss, str) and loss in BUILT_IN
-
-
-def loss_metrics(metrics: Mapping[str, float], *, is_of_library: bool) -> dict[str, float]:
-    """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`.
-
-    `nll` and `perplexity` of a library loss keep their names, because they are what the module logs itself.
-    """
-    return prefix_clashes(metrics, _RESERVED - SCORES if is_of_library else _RESERVED, "loss")
+def loss_metrics(metrics: Mapping[str, float], reserved: Container[str] = RESERVED) -> dict[str, float]:
+    """Returns the metrics of a loss with reserved names prefixed: `grad_norm` becomes `loss/grad_norm`."""
+    return prefix_clashes(metrics, reserved, "loss")
 
 
 def prefixed_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -19,12 +19,15 @@ from tinker_lightning.rows.formats import DatumLike
 from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from torch import Tensor
 
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.lightning.routes import Route
+
+# `val_loss` is the loss, so that a metric of that name is `val_loss/loss`.
+_RESERVED = deferred_metrics.RESERVED | {"loss"}
 
 
 class Evaluation:
@@ -37,17 +40,24 @@ class Evaluation:
         self._warned: set[str] = set()
 
     def step(self, stage: str, batch: Any, batch_idx: int, loader: int) -> None:
-        """Logs the scores of a batch, and its loss unless a batch of the loader lacks an input of the loss."""
+        """Logs the loss of a batch, unless a batch of the loader lacks an input of it, and the scores.
+
+        A metric of the loss takes the place of the score of the same name.
+        """
         module = self._module
         data = as_list(module.datums(batch))
         logprobs = module.lm(data)
         scores = module._scores.updated(stage, loader, zip(logprobs, map(target_weights, data), strict=True))
         _compat.METRIC_ATTRIBUTES.set(module, None)  # makes Lightning look up the names of new metrics
-        for name, metric in scores.items():
-            module.log(f"{stage}_{name}", metric, batch_size=len(data))
         if batch_idx == 0:
             self._logged[stage, loader] = set()
-        logged = self._logged.get((stage, loader))
+        self._log_loss(stage, batch, loader, data, logprobs)
+        for name, metric in scores.items():
+            if name not in (self._logged.get((stage, loader)) or ()):
+                module.log(f"{stage}_{name}", metric, batch_size=len(data))
+
+    def _log_loss(self, stage: str, batch: Any, loader: int, data: list[Any], logprobs: list[Tensor]) -> None:
+        module, logged = self._module, self._logged.get((stage, loader))
         if logged is None:
             return  # an earlier batch lacks an input of the loss
         try:
@@ -56,6 +66,8 @@ class Evaluation:
         except _LossUnavailable as error:
             self._drop_loss(stage, loader, logged, str(error))
             return
+        # Scores of earlier batches, in which the loss did not return these metrics.
+        self._forget(stage, loader, metrics.keys() & deferred_metrics.SCORES - logged)
         for name, number in {"loss": value, **metrics}.items():
             reduce = deferred_metrics.reduction(name)
             if not weight and reduce == "mean":
@@ -66,12 +78,7 @@ class Evaluation:
     def _drop_loss(self, stage: str, loader: int, logged: set[str], reason: str) -> None:
         """Removes the loss from the scores of a loader, because a mean of the other batches would be misleading."""
         self._logged[stage, loader] = None
-        trainer = self._module.trainer
-        step = "validation_step" if stage == "val" else "test_step"
-        names = [f"{stage}_{name}" for name in {"loss", *logged}]
-        by_loader = _compat.drop_logged(trainer, step, names, loader)
-        for name in names:
-            trainer.callback_metrics.pop(name + (f"/dataloader_idx_{loader}" if by_loader else ""), None)
+        self._forget(stage, loader, {"loss", *logged})
         if stage not in self._warned:
             self._warned.add(stage)
             warnings.warn(
@@ -79,6 +86,13 @@ class Evaluation:
                 f"{stage}_nll is logged.",
                 stacklevel=2,
             )
+
+    def _forget(self, stage: str, loader: int, metrics: Set[str]) -> None:
+        """Removes metrics of a loader that were logged in this epoch."""
+        trainer, names = self._module.trainer, [f"{stage}_{name}" for name in metrics]
+        by_loader = _compat.drop_logged(trainer, "validation_step" if stage == "val" else "test_step", names, loader)
+        for name in names:
+            trainer.callback_metrics.pop(name + (f"/dataloader_idx_{loader}" if by_loader else ""), None)
 
 
 class _LossUnavailable(Exception):  # never reaches the user
@@ -107,7 +121,7 @@ def _own_loss(
     if route.local is None and route.loss is not None:
         value, metrics = _value_on_server(module, route, data, inputs)
         if not route.regularized:
-            return value, deferred_metrics.loss_metrics(metrics, is_of_library=False), route.weight(data)
+            return value, deferred_metrics.loss_metrics(metrics, _RESERVED), route.weight(data)
         metrics = {f"base_loss/{VALUE}": value, **deferred_metrics.prefixed_metrics(metrics, "base_loss/")}
     local_value, local_metrics = _local_value(module, route, data, logprobs)
     value += local_value
@@ -116,7 +130,7 @@ def _own_loss(
         return value, metrics | {TOTAL: value}, route.weight(data)
     if route.is_of_library:  # nll and perplexity are logged by token
         metrics = {name: number for name, number in metrics.items() if name not in deferred_metrics.SCORES}
-    return value, deferred_metrics.loss_metrics(metrics, is_of_library=route.is_of_library), route.weight(data)
+    return value, deferred_metrics.loss_metrics(metrics, _RESERVED), route.weight(data)
 
 
 def _value_on_server(

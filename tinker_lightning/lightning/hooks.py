@@ -88,6 +88,11 @@ class RemoteHooks(pl.Callback):
         self._connect()
 
     @override
+    def on_sanity_check_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Checks the optimizers before anything is sent."""
+        checks.check_steps(trainer.optimizers)
+
+    @override
     def on_validation_start(self, *_: Any) -> None:
         """Connects to remote models that `RemoteModule.setup` has created."""
         self._connect()
@@ -227,7 +232,7 @@ class RemoteHooks(pl.Callback):
             share = trainer.accumulate_grad_batches / max(1, len(module._window_metrics))
             self._hold.begin()
         if remote is module.lm.handle.remote:
-            module._deferred.add(requests, trainer, share)
+            module._deferred.add(requests, trainer, share, module._logged)
 
     def _check_sigterm(self) -> None:
         """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""

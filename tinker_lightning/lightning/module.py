@@ -224,8 +224,7 @@ class RemoteModule(LoggingModule):
                 timeout=self.regularizer_timeout,
             )
         if route.runs_locally:
-            own = deferred_metrics.loss_metrics(composition.flatten(metrics), is_of_library=route.is_of_library)
-            logged = own | {LOSS: loss.item()}
+            logged = deferred_metrics.loss_metrics(composition.flatten(metrics)) | {LOSS: loss.item()}
         else:
             added = metrics.pop(TOTAL)  # the regularizers alone; the total is logged when the base loss arrives
             loss = loss + self._server_loss(data, route, inputs, added)
@@ -345,7 +344,7 @@ class RemoteModule(LoggingModule):
     def decide_deferral(self) -> None:
         """Decides whether only this class reads the value of the loss, and a trainer logs it when it arrives."""
         is_own_step = not is_overridden("training_step", self, RemoteModule)
-        self._may_defer = self.has_trainer and is_own_step and not checks.finds_learning_rate(self.trainer)
+        self._may_defer = self.has_trainer and is_own_step and not checks.reads_losses(self.trainer)
 
     # Files.
 

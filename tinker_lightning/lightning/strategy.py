@@ -86,6 +86,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self.release_states = release_states
         self._ahead = LookAhead()
         self._resume: loop_position.Resume | None = None
+        self._depth = 0  # 1 during training, 2 if a callback searches for a learning rate meanwhile
         self._snapshot: BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(
@@ -99,6 +100,11 @@ class TinkerStrategy(SingleDeviceStrategy):
         """The module, which Lightning connects before it calls anything but the hooks of a failure."""
         assert self.lightning_module is not None  # noqa: S101 for the type checker
         return self.lightning_module
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The trainer; None if the module is only connected, with `trainer.strategy.connect(module)`."""
+        return _compat.ATTACHED_TRAINER.get(self._module)  # type: ignore[no-any-return]
 
     @property
     @override
@@ -118,6 +124,12 @@ class TinkerStrategy(SingleDeviceStrategy):
             self.precision_plugin.device = "cpu"
         _compat.keep_datums(self.precision_plugin)
         super().setup_environment()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Creates the optimizers; raises `InvalidInput` for one that cannot train a remote model."""
+        super().setup_optimizers(trainer)
+        checks.check_steps(self.optimizers)
 
     # Data.
 
@@ -153,6 +165,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         """Restores loops and random number generators, after all code that runs before training."""
         self._ahead = LookAhead()
         self._loader_states = None
+        self._depth += 1
         resume, self._resume = self._resume, None
         if resume is None:
             return
@@ -195,22 +208,11 @@ class TinkerStrategy(SingleDeviceStrategy):
 
         Deletes the remote states of a file that is overwritten, or the new ones if the file cannot be written.
         """
-        module = self._module
-        trainer = module.trainer
+        module, trainer = self._module, self._trainer
         if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
             contents.add_section(checkpoint, module)
-        section = new_section(checkpoint)
-        position: dict[str, Any] = {"rng": capture_rng(), "loop_position": loop_position.capture(trainer)}
-        if self._snapshot is not None and self._snapshot.is_under_way(trainer):
-            # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
-            position["rng"] = self._snapshot.rng
-            position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
-            section.update(self._snapshot.window.state())
-        section["strategy"] = position
-        if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
-            checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
-        for each in trainer.loggers:
-            each.save()  # rows before the checkpoint are not logged again after a resume
+        if trainer is not None:
+            self._add_position(checkpoint, trainer)
         new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
         old = self._retention.states_of(filepath) if self.release_states else frozenset()
         try:
@@ -225,7 +227,23 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
-        wandb_runs.log_file(trainer, filepath, new)
+        if trainer is not None:
+            wandb_runs.log_file(trainer, filepath, new)
+
+    def _add_position(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
+        """Adds the random number generators and the position in the loops and the data to a checkpoint."""
+        section = new_section(checkpoint)
+        position: dict[str, Any] = {"rng": capture_rng(), "loop_position": loop_position.capture(trainer)}
+        if self._snapshot is not None and self._snapshot.is_under_way(trainer):
+            # The batch is trained again after a resume: its draws, logs and gradients must not count twice.
+            position["rng"] = self._snapshot.rng
+            position["loop_position"]["epoch_metrics"] = self._snapshot.epoch_metrics
+            section.update(self._snapshot.window.state())
+        section["strategy"] = position
+        if self._loader_states is not None and "loops" in checkpoint:  # loaders may have been replaced since
+            checkpoint["loops"]["fit_loop"]["state_dict"].setdefault("combined_loader", self._loader_states)
+        for each in trainer.loggers:
+            each.save()  # rows before the checkpoint are not logged again after a resume
 
     @override
     def remove_checkpoint(self, filepath: _Path) -> None:
@@ -234,7 +252,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().remove_checkpoint(filepath)
         if self.release_states:
             self._retention.replaced(filepath, old)
-        wandb_runs.log_file(self._module.trainer, filepath, ())
+        if self._trainer is not None:
+            wandb_runs.log_file(self._trainer, filepath, ())
 
     @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -250,17 +269,19 @@ class TinkerStrategy(SingleDeviceStrategy):
                 f"{checkpoint_path} cannot be read as a checkpoint: {type(error).__name__}: {error}. If it is damaged "
                 "or incomplete, load another checkpoint."
             ) from error
-        module = self._module
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        module, trainer = self._module, self._trainer
+        # A search for a learning rate in the middle of a fit restores the loops itself.
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not self._depth:
             self._resume = None
             if SECTION in checkpoint or isinstance(module, RemoteModule):  # not a file of another strategy
-                self._resume = loop_position.Resume.read(checkpoint, checkpoint_path, module.trainer)
+                self._resume = loop_position.Resume.read(checkpoint, checkpoint_path, trainer)
             if self._resume is not None:
-                self._resume.raise_limits(module.trainer, checkpoint)
+                self._resume.raise_limits(trainer, checkpoint)
         return checkpoint
 
     def _checkpoint_folders(self) -> list[str]:
-        folders = [getattr(callback, "dirpath", None) for callback in self._module.trainer.checkpoint_callbacks]
+        callbacks = [] if self._trainer is None else self._trainer.checkpoint_callbacks
+        folders = [getattr(callback, "dirpath", None) for callback in callbacks]
         return [str(folder) for folder in folders if folder]
 
     # The end.
@@ -269,6 +290,9 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_train_end(self) -> None:
         """Waits for the last steps of remote models in other modules; a `RemoteModule` does so itself."""
         super().on_train_end()
+        self._depth -= 1
+        if self._depth:
+            return  # the end of a search, after which the fit continues
         loaders: Any = CombinedLoader(self._module.trainer.train_dataloader, "max_size_cycle").flattened
         self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, _RESUMED)]
         if not isinstance(self._module, RemoteModule):
@@ -289,6 +313,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Drops forward passes that were sent ahead, and releases states after the last file has been written."""
         self._ahead = LookAhead()
+        self._depth = 0
         if self._resume is not None and self.lightning_module is not None:  # training did not begin
             self._resume.restore_limits(self.lightning_module.trainer)
             # Otherwise Lightning would load it in the next fit, even without ckpt_path.

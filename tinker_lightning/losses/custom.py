@@ -140,11 +140,14 @@ def differentiate(
 
 
 def add_loss_metrics(output: ForwardBackwardOutput, evaluation: Evaluation) -> ForwardBackwardOutput:
-    """Adds the value and metrics of a custom loss to the result of its backward; name clashes become `loss/<name>`."""
+    """Adds the value and metrics of a custom loss to the result of its backward, replacing the server's.
+
+    Metrics named `loss:sum` and `tokens:sum`, which every pass has, become `loss/<name>`.
+    """
     metrics: dict[str, Any] = dict(output.metrics)
     if "loss:sum" in metrics:
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
-    own = prefix_clashes(evaluation.metrics, PASS_METRICS | metrics.keys(), "loss")
+    own = prefix_clashes(evaluation.metrics, PASS_METRICS, "loss")
     metrics |= {"loss:sum": evaluation.value, **own}
     return ForwardBackwardOutput(output.loss_fn_outputs, metrics, output.loss_fn_output_type)
 
