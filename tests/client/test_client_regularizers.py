@@ -49,6 +49,19 @@ def sum_of_three(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[
     return total + regularizers.sparsity(data, logprobs)[0], {}
 
 
+def test_an_iterable_in_the_third_position_is_regularizers(backend: Backend) -> None:  # R2.1
+    keyword, plain = backend.model(), backend.model()
+    expected = keyword.forward_backward_custom(DATA, nll, regularizers=THREE).result().metrics
+    for terms in (THREE, tuple(THREE), iter(THREE)):
+        assert backend.model().forward_backward_custom(DATA, nll, terms).result().metrics == expected
+    alone = plain.forward_backward_custom(DATA, nll, "logprobs").result().metrics
+    assert backend.model().forward_backward_custom(DATA, nll, []).result().metrics == alone
+    with pytest.raises(InvalidInput, match="give one of them"):
+        plain.forward_backward_custom(DATA, nll, THREE, regularizers=THREE)
+    with pytest.raises(InvalidInput, match="a list of regularizers, got Regularizer"):
+        plain.forward_backward_custom(DATA, nll, THREE[0])
+
+
 @pytest.fixture
 def model(recorded: Recorded) -> TrainingClient:
     return recorded.service.create_lora_training_client("tiny", rank=4, seed=1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -30,6 +31,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     TQDMProgressBar,
 )
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from packaging.version import Version
 from torch.utils.data import DataLoader
@@ -133,7 +135,9 @@ def test_learning_rate_monitor(service: ServiceClient, tmp_path: Path) -> None:
     rows = rows_of(logger)
     seen = {int(row["step"]): float(row["lr-RemoteAdamW"]) for row in rows if row["lr-RemoteAdamW"]}
     assert seen == pytest.approx({0: 1e-2, 1: 1e-2 / 2, 2: 1e-2 / 3})
-    assert "learning_rate" not in rows[0]  # which the server reports, and other runs log
+    assert {int(row["step"]): float(row["learning_rate"]) for row in rows if row["learning_rate"]} == pytest.approx(
+        seen
+    )
 
 
 def test_gradient_accumulation_scheduler(service: ServiceClient) -> None:
@@ -192,6 +196,25 @@ def test_monitors_of_speed_and_devices(service: ServiceClient, tmp_path: Path, c
     logger = CSVLogger(tmp_path)
     quiet(callbacks=[callback], logger=logger, max_steps=4).fit(new(service, RemoteModule), loader())
     assert any(row[metric] for row in rows_of(logger))
+
+
+@pytest.mark.parametrize("strategy", ["tinker", "auto"])
+def test_spike_detection(service: ServiceClient, tmp_path: Path, strategy: str) -> None:
+    class Spiking(RemoteModule):
+        def loss(self, _: list[Any], logprobs: list[torch.Tensor]) -> torch.Tensor:
+            return -torch.cat(logprobs).mean() * (100 if self.global_step == 2 else 1)
+
+    settings: dict[str, Any] = {"strategy": strategy, "accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+    healthy = quiet(callbacks=[SpikeDetection()], **settings)
+    healthy.fit(new(service, RemoteModule), loader())
+    assert healthy.global_step == 3
+    with pytest.raises(TrainingSpikeException, match="batch 2"):
+        quiet(callbacks=[SpikeDetection()], **settings).fit(new(service, Spiking), loader())
+
+
+def test_spike_detection_without_a_loss_here_raises(service: ServiceClient) -> None:
+    with pytest.raises(InvalidInput, match="SpikeDetection needs the loss immediately"):
+        quiet(callbacks=[SpikeDetection()]).fit(new(service, OnServer), loader())
 
 
 def test_prediction_writer(service: ServiceClient) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import pytest
 import pytorch_lightning as other
 import torch
@@ -22,8 +23,6 @@ from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -156,8 +155,58 @@ def test_other_optimizers_raise(service: ServiceClient, optimizer: Any) -> None:
         def configure_optimizers(self) -> Any:
             return optimizer(self.parameters(), lr=1e-2)
 
-    with pytest.raises(InvalidInput, match="RemoteAdamW"):
-        quiet().fit(new(service, Wrong), loader())
+    class ByHand(Wrong):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.automatic_optimization = False
+
+    class Plain(pl.LightningModule):
+        def __init__(self, module: RemoteModule) -> None:
+            super().__init__()
+            self.lm = module.lm
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return -torch.cat(self.lm(batch)).mean()
+
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=1e-2)
+
+    plain = Plain(new(service, RemoteModule))
+    modules = [*itertools.product([new(service, Wrong), new(service, ByHand)], ["tinker", "auto"]), (plain, "tinker")]
+    for module, strategy in modules:
+        trainer = quiet(strategy=strategy, accelerator="cpu", devices=1)
+        with pytest.raises(InvalidInput, match=rf"^{optimizer.__name__} cannot train a remote model.*RemoteAdamW"):
+            trainer.fit(module, loader(), loader() if isinstance(module, RemoteModule) else None)
+        assert module.lm.handle.remote.tokens.prefilled == 0  # not even a validation has run
+
+
+def test_a_module_that_is_only_connected_is_saved(service: ServiceClient, tmp_path: Path) -> None:
+    module, file = new(service, RemoteModule), tmp_path / "connected.ckpt"
+    quiet().fit(module, loader())
+    expected = logprobs_of(module)
+    module.trainer = None  # type: ignore[assignment]
+    trainer = quiet()
+    trainer.strategy.connect(module)
+    for _ in range(2):  # the second save replaces the first one
+        trainer.save_checkpoint(file)
+    resumed = new(service, RemoteModule)
+    again = quiet(max_steps=0)
+    again.fit(resumed, loader(), ckpt_path=file)
+    assert torch.equal(logprobs_of(resumed), expected)
+    trainer.strategy.remove_checkpoint(file)
+    assert not file.exists()
+
+
+def test_other_optimizers_of_a_frozen_model(service: ServiceClient) -> None:
+    class Local(Hybrid):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    module = new(service, Local)
+    module.lm.requires_grad_(False)
+    before = module.head.weight.clone()
+    quiet().fit(module, loader())
+    assert not torch.equal(module.head.weight, before)
 
 
 @pytest.mark.parametrize(("kind", "monitor"), [(RemoteModule, "val_loss"), (OnServer, "train_loss")])

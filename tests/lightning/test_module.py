@@ -166,7 +166,7 @@ def test_metrics_are_logged_under_their_own_steps(service: ServiceClient, tmp_pa
     rates = {int(row["step"]): float(row["learning_rate"]) for row in rows if row["learning_rate"]}
     assert rates == pytest.approx({step: 1e-2 / (1 + step) for step in range(6)})
     assert all(float(row["grad_norm"]) > 0 for row in rows if row["grad_norm"])
-    assert {int(row["step"]) for row in rows if row["loss/perplexity"]} <= set(range(6))
+    assert {int(row["step"]) for row in rows if row["perplexity"]} <= set(range(6))
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert losses[-1] < losses[0]
 

@@ -19,7 +19,7 @@ from tinker_lightning.rows.formats import DatumLike
 from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -87,7 +87,7 @@ class Evaluation:
                 stacklevel=2,
             )
 
-    def _forget(self, stage: str, loader: int, metrics: Set[str]) -> None:
+    def _forget(self, stage: str, loader: int, metrics: Iterable[str]) -> None:
         """Removes metrics of a loader that were logged in this epoch."""
         trainer, names = self._module.trainer, [f"{stage}_{name}" for name in metrics]
         by_loader = _compat.drop_logged(trainer, "validation_step" if stage == "val" else "test_step", names, loader)
