@@ -172,7 +172,10 @@ def test_other_optimizers_raise(service: ServiceClient, optimizer: Any) -> None:
             return optimizer(self.parameters(), lr=1e-2)
 
     plain = Plain(new(service, RemoteModule))
-    modules = [*itertools.product([new(service, Wrong), new(service, ByHand)], ["tinker", "auto"]), (plain, "tinker")]
+    modules: list[tuple[Any, str]] = [
+        *itertools.product([new(service, Wrong), new(service, ByHand)], ["tinker", "auto"]),
+        (plain, "tinker"),
+    ]
     for module, strategy in modules:
         trainer = quiet(strategy=strategy, accelerator="cpu", devices=1)
         with pytest.raises(InvalidInput, match=rf"^{optimizer.__name__} cannot train a remote model.*RemoteAdamW"):
