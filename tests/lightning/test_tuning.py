@@ -43,31 +43,31 @@ def test_learning_rate_finder(service: ServiceClient, tmp_path: Path, strategy: 
     assert list(tmp_path.iterdir()) == []
 
 
-class Twice(LearningRateFinder):
-    """Searches again at the start of the second epoch."""
+class Again(LearningRateFinder):
+    """Searches at the start of the fit and of two epochs."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.counts: list[int] = []
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 1:
+        if trainer.current_epoch in (1, 2):
             self.lr_find(trainer, module)
             assert self.optimal_lr is not None
             self.counts.append(len(self.optimal_lr.results["lr"]))
 
 
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
-def test_a_search_in_the_middle_of_a_fit_ends(service: ServiceClient, tmp_path: Path, strategy: str) -> None:
+def test_searches_in_the_middle_of_a_fit_end(service: ServiceClient, tmp_path: Path, strategy: str) -> None:
     settings: dict[str, Any] = {"default_root_dir": tmp_path, "strategy": strategy, "accelerator": "cpu", "devices": 1}
     search: dict[str, Any] = {"num_training_steps": 3, "early_stop_threshold": None, "update_attr": False}
-    finder, module, plain = Twice(**search), new(service, RemoteModule), new(service, RemoteModule)
-    trainer = quiet(callbacks=[finder], max_epochs=3, **settings)
+    finder, module, plain = Again(**search), new(service, RemoteModule), new(service, RemoteModule)
+    trainer = quiet(callbacks=[finder], max_epochs=4, **settings)
     trainer.fit(module, loader())
-    assert finder.counts == [3]
-    assert (trainer.global_step, trainer.current_epoch) == (12, 3)
+    assert finder.counts == [3, 3]
+    assert (trainer.global_step, trainer.current_epoch) == (16, 4)
     plain.route = "retained"  # as the finder needs the value of the default loss
-    quiet(max_epochs=3, **settings).fit(plain, loader())
+    quiet(max_epochs=4, **settings).fit(plain, loader())
     assert torch.equal(logprobs_of(module), logprobs_of(plain))  # the searches have left nothing behind
 
 
