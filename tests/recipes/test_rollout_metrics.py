@@ -7,14 +7,16 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tests.helpers.backends import reach
 from tests.helpers.rollouts import PROMPTS, code_points, group_of, lower, rollouts
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
-from tinker_lightning import RemoteModule
+from tinker_lightning import Regularizer, RemoteModule
 from tinker_lightning.callbacks import SampleTable
 from tinker_lightning.client.training import TrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.losses.regularizers import sparsity
 from tinker_lightning.recipes import GRPO
 from tinker_lightning.recipes.group_loss import TrainedGroup
 from tinker_lightning.remote.calls import ServerCall
@@ -139,3 +141,20 @@ def _call(module: GRPO) -> ServerCall:
     trained = TrainedGroup(group_of((1.0, 2), (0.0, 2)), [1.0, -1.0])
     data = module.with_inputs(trained)
     return ServerCall(data, "importance_sampling", {}, about=(trained, data))
+
+
+@pytest.mark.parametrize("regularized", [False, True])
+def test_metrics_of_the_loss_and_of_regularizers_keep_their_names(service: ServiceClient, regularized: bool) -> None:
+    def own(_: Any, logprobs: Any) -> Any:
+        return torch.cat(logprobs).mean(), {"nll": 7.0, "loss_total": 8.0}
+
+    module = new(service, GRPO, loss=own)
+    module.regularizers = [Regularizer(sparsity, 0.1, "sparsity")] if regularized else []
+    trainer = quiet(max_steps=1)
+    trainer.fit(module, rollouts())
+    metrics = trainer.callback_metrics
+    if regularized:
+        assert (metrics["base_loss/nll"], metrics["base_loss/loss_total"]) == (7.0, 8.0)
+        assert metrics["loss_total"] == pytest.approx(metrics["train_loss"])
+    else:
+        assert (metrics["nll"], metrics["loss/loss_total"]) == (7.0, 8.0)

@@ -224,7 +224,8 @@ class RemoteModule(LoggingModule):
                 timeout=self.regularizer_timeout,
             )
         if route.runs_locally:
-            logged = deferred_metrics.loss_metrics(composition.flatten(metrics)) | {LOSS: loss.item()}
+            own = composition.flatten(metrics) if route.regularized else deferred_metrics.loss_metrics(metrics)
+            logged = own | {LOSS: loss.item()}
         else:
             added = metrics.pop(TOTAL)  # the regularizers alone; the total is logged when the base loss arrives
             loss = loss + self._server_loss(data, route, inputs, added)

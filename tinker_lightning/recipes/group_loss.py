@@ -185,7 +185,7 @@ class GroupLossModule(RemoteModule):
                 losses.append(loss)
                 metrics.append((composition.flatten(own), max(1, one.tokens)))
         total = torch.stack(losses).sum() / (1 if self.normalize == "sum" else planned)
-        own = deferred_metrics.loss_metrics(combined(metrics))
+        own = combined(metrics) if self.regularizers else deferred_metrics.loss_metrics(combined(metrics))
         batch_metrics = {**self.policy_metrics(scores), **own, LOSS: total.item()}
         self._batch_metrics = (batch_metrics, sum(count for _, count in metrics))
         return total
