@@ -152,7 +152,7 @@ def test_metrics_of_the_loss_and_of_regularizers_keep_their_names(service: Servi
     module.regularizers = [Regularizer(sparsity, 0.1, "sparsity")] if regularized else []
     trainer = quiet(max_steps=1)
     trainer.fit(module, rollouts())
-    metrics = trainer.callback_metrics
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if regularized:
         assert (metrics["base_loss/nll"], metrics["base_loss/loss_total"]) == (7.0, 8.0)
         assert metrics["loss_total"] == pytest.approx(metrics["train_loss"])
