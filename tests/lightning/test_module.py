@@ -172,7 +172,7 @@ def test_metrics_are_logged_under_their_own_steps(service: ServiceClient, tmp_pa
 
 
 def test_validation_is_weighted_by_token(service: ServiceClient) -> None:
-    module = Mean(service.create_lora_training_client("tiny", rank=4, seed=1))
+    module = RemoteModule(service.create_lora_training_client("tiny", rank=4, seed=1))
     (result,) = quiet().validate(module, loader(3), verbose=False)
     with torch.no_grad():
         expected = -torch.cat(module.lm(DATA)).mean()
