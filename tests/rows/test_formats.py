@@ -112,6 +112,13 @@ def test_a_batch_that_is_none_says_why(module: RemoteModule, batch: Any, text: s
         module.datums(batch)
 
 
+@pytest.mark.parametrize("row", [ROWS[2], ROWS[3]])
+def test_an_undesirable_answer_is_not_trained(module: RemoteModule, row: dict[str, Any]) -> None:  # R5.13
+    with pytest.raises(InvalidDatum, match=r"undesirable, but would be trained\. Use KTO with PreferenceData"):
+        module.datums([{**row, "label": False}])
+    assert len(module.datums([{**row, "label": True}, {**row, "label": 0}])) == 2
+
+
 def test_rows_are_cut_and_counted(module: RemoteModule) -> None:
     counted: list[str] = []
     rows = RowFormat(module.tokenizer, max_length=10, truncate="left", count=counted.append)

@@ -88,6 +88,11 @@ class RowFormat:
         name, row = standard_columns(row if isinstance(row, Mapping) else {"messages": row})
         if "functions" in row and "messages" in row:
             raise InvalidDatum("the row has functions, OpenAI's former tools. Write tools in place of it")
+        if isinstance(row.get("label"), bool | np.bool_) and not row["label"]:
+            raise InvalidDatum(
+                "the label of the row is false, so its answer is undesirable, but would be trained. Use KTO with "
+                "PreferenceData, leave the row out, or remove the column 'label' if it means something else"
+            )
         if "messages" in row:
             self._check_answers(row["messages"])
             datum = self._chat_datum(row["messages"], 0, row.get("tools"))
@@ -151,7 +156,8 @@ class RowFormat:
                 f"the label of an answer must be true (desirable) or false (undesirable), but it {given}"
             )
         rows = self if row.get("completion") is not None else replace(self, only_last=True)
-        return self._with_label(rows.datum(row), float(label))
+        answer = {name: value for name, value in row.items() if name != "label"}
+        return self._with_label(rows.datum(answer), float(label))
 
     def prompt(self, row: Any) -> ModelInput:
         """Returns the prompt of a text, a chat, or a dict with `prompt`, or with messages in any format.
