@@ -131,6 +131,16 @@ def test_a_state_is_created_in_few_requests(dialect: Dialect, trainer: EmbeddedT
 
 
 @BOTH
+def test_a_state_whose_save_has_not_ended_is_loaded(dialect: Dialect, trainer: EmbeddedTrainer) -> None:
+    """Requests of a model run in their order, also if the last one creates another model."""
+    with load_first_service(trainer, dialect=dialect) as service:
+        model = service.create_lora_training_client("tiny", rank=4, seed=1)
+        train(model)
+        model.save_state("late")
+        model.load_state(f"tinker://{model.model_id}/weights/late").result()
+
+
+@BOTH
 def test_a_load_that_fails_leaves_the_model(dialect: Dialect, trainer: EmbeddedTrainer) -> None:
     with load_first_service(trainer, dialect=dialect) as service:
         model = service.create_lora_training_client("tiny", rank=4, seed=1)
