@@ -59,7 +59,7 @@ def wait_until_unloaded(trainer: EmbeddedTrainer, model_id: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [True, False], ids=["with optimizer", "weights only"])
 @pytest.mark.parametrize("how", LOADINGS)
-def test_a_load_in_the_midst_of_training_ends_with_the_same_bits(
+def test_a_load_in_the_middle_of_training_ends_with_the_same_bits(
     how: Loading, optimizer: bool, trainer: EmbeddedTrainer
 ) -> None:
     """Also if a window is open, and if nobody waits for the load."""
