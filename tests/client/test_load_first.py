@@ -59,7 +59,7 @@ def wait_until_unloaded(trainer: EmbeddedTrainer, model_id: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [True, False], ids=["with optimizer", "weights only"])
 @pytest.mark.parametrize("how", LOADINGS)
-def test_a_load_in_the_midst_of_training_ends_with_the_same_bits(
+def test_a_load_in_the_middle_of_training_ends_with_the_same_bits(
     how: Loading, optimizer: bool, trainer: EmbeddedTrainer
 ) -> None:
     """Also if a window is open, and if nobody waits for the load."""
@@ -128,6 +128,16 @@ def test_a_state_is_created_in_few_requests(dialect: Dialect, trainer: EmbeddedT
         new.load_state(path).result()  # its first request, which the server permits
         assert trainer.registry.model(new.model_id).adapter is not None
         assert len(trainer.registry.models()) == 4
+
+
+@BOTH
+def test_a_state_whose_save_has_not_ended_is_loaded(dialect: Dialect, trainer: EmbeddedTrainer) -> None:
+    """Requests of a model run in their order, also if the last one creates another model."""
+    with load_first_service(trainer, dialect=dialect) as service:
+        model = service.create_lora_training_client("tiny", rank=4, seed=1)
+        train(model)
+        model.save_state("late")
+        model.load_state(f"tinker://{model.model_id}/weights/late").result()
 
 
 @BOTH

@@ -108,6 +108,16 @@ def test_a_csv_file_of_another_run_is_set_aside(service: ServiceClient, tmp_path
     assert not any(row.get("accuracy") for row in rows)
 
 
+def test_a_csv_file_of_a_run_that_was_killed_before_its_first_row_is_continued(
+    service: ServiceClient, tmp_path: Path
+) -> None:
+    fit(service, tmp_path, CSVLogger(tmp_path, "run", 0))
+    file = tmp_path / "run/version_0/metrics.csv"
+    file.write_bytes(b"")
+    fit(service, tmp_path, CSVLogger(tmp_path, "run", 0))
+    assert steps_of(rows_in(file), "train_loss") == [4, 5, 6, 7]
+
+
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")

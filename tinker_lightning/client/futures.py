@@ -15,6 +15,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from typing_extensions import override
+
 from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
 from tinker_lightning.threads import background
 
@@ -195,12 +197,12 @@ class TinkerFuture(Generic[T]):
         """
         if not self.is_sent:
             background.run_on_thread(self.wait, self.operation)
-        handed: concurrent.futures.Future[T] = concurrent.futures.Future()
+        handed = _StandardFuture(self)
 
         def settle(_: object) -> None:
             if handed.set_running_or_notify_cancel():
                 try:
-                    handed.set_result(self._outcome())
+                    handed.set_result(self._result())
                 except BaseException as error:
                     handed.set_exception(error)
 
@@ -231,9 +233,31 @@ class TinkerFuture(Generic[T]):
 
     def _outcome(self) -> T:
         self.was_read = True
+        return self._result()
+
+    def _result(self) -> T:
         if self._source.cancelled():
             raise ClientClosed(f"{self.operation}: the client was closed before the result arrived")
         return self._source.result()
+
+
+class _StandardFuture(concurrent.futures.Future[T]):
+    """A future of the standard library; reading it reads the failure of the operation."""
+
+    def __init__(self, operation: TinkerFuture[T]) -> None:
+        super().__init__()
+        self._operation = operation
+
+    @override
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._operation.was_read = True
+        return error
+
+    @override
+    def result(self, timeout: float | None = None) -> T:
+        self.exception(timeout)
+        return super().result()
 
 
 class UnreadFailures:

@@ -67,13 +67,22 @@ async def create_from_state(
 
 
 async def create_again(
-    session: Session, model: rq.CreateModelRequest, path: str, operation: str, token: str | None
+    session: Session,
+    model: rq.CreateModelRequest,
+    path: str,
+    operation: str,
+    token: str | None,
+    after: Iterable[TinkerFuture[Any]],
 ) -> tuple[str, int]:
     """Creates a model with the settings of another one and saved weights; returns its id and its last number.
+
+    It does so when the futures in `after` are done: one of them may save the weights.
 
     Raises:
         InvalidInput: If the state has another adapter, base model or optimizer, as far as the server reports them.
     """
+    for other in after:
+        await other.wait_async()
     if in_one_request(session.dialect) and token is None:
         info = await checkpoints.weights_info(session.connection, path)
         if saved := differences(info, settings_of(model)):
@@ -106,10 +115,8 @@ def differences(info: WeightsInfoResponse, settings: Mapping[str, Any]) -> dict[
     return {name: value for name, value in saved.items() if value not in (None, settings[name])}
 
 
-async def unload(session: Session, model_id: str, after: Iterable[TinkerFuture[Any]] = ()) -> None:
-    """Unloads a model if the server can, when the futures in `after` are done; saved states are kept."""
-    for other in after:
-        await other.wait_async()
+async def unload(session: Session, model_id: str) -> None:
+    """Unloads a model if the server can; saved states are kept."""
     try:
         if session.dialect.unloads_models:
             async with asyncio.timeout(_SECONDS):

@@ -109,7 +109,9 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
-        """Creates a model on a base model, `TINKER_BASE_MODEL` if none is given; waits until it exists.
+        """Creates a model on a base model, `TINKER_BASE_MODEL` if none is given.
+
+        Waits until the model exists; where an event loop is running, awaiting the client does.
 
         Args:
             base_model: The base model.

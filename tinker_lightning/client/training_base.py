@@ -60,9 +60,8 @@ class BaseTrainingClient:
         self._queue = PassQueue(sender, self.unread)
         self._warned_of_optimizer = False
         self._warned_of_gradient = False
-        self._loading: TinkerFuture[LoadWeightsResponse] | None = (
-            None  # into a new model, which takes the place of this
-        )
+        # Into a new model, which takes the place of this one.
+        self._loading: TinkerFuture[LoadWeightsResponse] | None = None
 
     @property
     def model_id(self) -> str:

@@ -123,7 +123,7 @@ def _cut_csv(file: str, cut: Cut) -> None:
     if not fs.isfile(path):
         return
     content = _read(fs, path)
-    header, *lines = content.splitlines(keepends=True)
+    header, *lines = content.splitlines(keepends=True) or [b""]  # a process was killed before it wrote the header
     steps = [row.get("step") for row in csv.DictReader(content.decode("utf-8").splitlines())]
     count = next((i for i, step in enumerate(steps) if cut.is_before(i, step)), len(lines))
     if count < len(lines):

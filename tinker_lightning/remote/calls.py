@@ -136,7 +136,7 @@ class TokenCount:
     def add_samples(self, prompt: int, response: Any) -> None:
         """Adds the samples of a request, and the tokens of its prompt."""
         self.prefilled += prompt
-        # Samples of the official SDK before 0.38 lack the field.
+        # Samples of older releases of the official SDK lack the field.
         self.cached += min(prompt, getattr(response, "prompt_cache_hit_tokens", None) or 0)
         self.sampled += sum(len(one.tokens) for one in response.sequences)
 

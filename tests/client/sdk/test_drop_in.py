@@ -125,6 +125,8 @@ def test_a_rest_client_needs_no_session(shared: EmbeddedTrainer, running: Runnin
         assert set(shared.registry._sessions) == before
         with pytest.raises(Unauthorized):
             ours.RestClient(base_url=url, api_key="tml-other").list_sessions()
+        with pytest.raises(InvalidInput, match=r"by name: RestClient\(base_url='http"):
+            ours.RestClient(url)  # type: ignore[arg-type]
 
 
 def test_answers_have_what_the_sdk_gives(service: ServiceClient, model: TrainingClient) -> None:  # R5.17

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ from tinker_lightning.client.sdk.adapters import as_sampler
 from tinker_lightning.client.sdk.clients import OfficialSamplingClient
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.types import TensorData
+from tinker_lightning.wire import protobuf
 
 PROMPT = ModelInput.from_ints(list(b"hello world"))
 PARAMS = SamplingParams(max_tokens=3, seed=1)
 
 
-def test_every_option_gives_what_our_client_gives(served: Any) -> None:  # R5.4
+def test_every_option_gives_what_our_client_gives(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.4
+    encode = protobuf.encode_sample
+    monkeypatch.setattr(protobuf, "encode_sample", lambda each: encode(replace(each, prompt_cache_hit_tokens=7)))
     targets = TensorData.from_data(np.array([[5, -1]] * (len(b"hello world") - 1), np.int64))
     options = {
         "include_prompt_logprobs": True,
@@ -33,6 +37,8 @@ def test_every_option_gives_what_our_client_gives(served: Any) -> None:  # R5.4
         expected, found = (sampler.sample(PROMPT, 2, PARAMS, **options).result() for sampler in samplers)
         scores = [sampler.compute_logprobs(PROMPT, 4).result() for sampler in samplers]
     assert found == expected
+    assert found.prompt_cache_hit_tokens == 7
+    assert len({one.sequence_id for one in found.sequences} - {""}) == 2
     assert all(len(one.topk_logprobs[0]) == 3 for one in found.sequences)
     assert found.topk_prompt_logprobs[0] is None
     assert len(found.topk_prompt_logprobs[-1]) == 2

@@ -201,7 +201,9 @@ class ProtocolSender:
         """
         if self.dialect.loads_first and self._last_number:
             model = replace(self.model, model_seq_id=self.channel.count("model"))
-            created = self.channel.run(models.create_again(self.session, model, path, name, token))
+            with self._lock:
+                in_flight = [TinkerFuture(each, "") for each in self._in_flight]
+            created = self.channel.run(models.create_again(self.session, model, path, name, token, in_flight))
             return TinkerFuture(created, f"{name} of {self.model_id}").then(partial(self._point_to, path))
         settings = path, name == "load_state_with_optimizer", token
         return self.submit(name, "load_weights", LoadWeightsResponse, rq.LoadWeightsRequest, *settings, after=after)
@@ -232,12 +234,12 @@ class ProtocolSender:
             return self._last_number - count + 1
 
     def _point_to(self, path: str, created: tuple[str, int]) -> LoadWeightsResponse:
-        """Continues with a model that was created from a state, and unloads the earlier one when it is idle."""
+        """Continues with a model that was created from a state, and unloads the earlier one, which is idle."""
         with self._lock:
-            earlier, in_flight = self.model_id, [TinkerFuture(each, "") for each in self._in_flight]
+            earlier = self.model_id
             self.model_id, self._last_number = created
             self._order = SubmitOrder(path)
-        self.channel.run(models.unload(self.session, earlier, in_flight))
+        self.channel.run(models.unload(self.session, earlier))
         return LoadWeightsResponse(path, self.model_id)
 
     def _start(self, requests: list[Parts[T]], after: Sequence[TinkerFuture[Any]] = ()) -> list[TinkerFuture[T]]:

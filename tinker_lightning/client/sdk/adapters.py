@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.backend import TrainingBackend
@@ -104,7 +105,7 @@ def _check_release() -> None:
 
 
 def _minor(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")[:2]))
+    return tuple(map(int, re.findall(r"\d+", release)[:2]))
 
 
 def _packages(instance: Any) -> set[str]:

@@ -110,6 +110,7 @@ def sampled(response: sdk.SampleResponse) -> SampleResponse:
             None if s.logprobs is None else list(s.logprobs),
             s.stop_reason,
             _optional(s, "topk_logprobs"),
+            _optional(s, "sequence_id") or "",
         )
         for s in response.sequences
     ]
@@ -122,6 +123,7 @@ def sampled(response: sdk.SampleResponse) -> SampleResponse:
         _optional(response, "topk_prompt_logprobs"),
         None if targets is None else read(targets),
         None if drawn is None else PromptAltTokens(read(drawn.tokens), read(drawn.logprobs)),
+        _optional(response, "prompt_cache_hit_tokens") or 0,
     )
 
 
