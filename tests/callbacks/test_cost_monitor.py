@@ -176,11 +176,15 @@ def test_samples_of_prompts_that_fail_are_counted(service: ServiceClient) -> Non
 
 def test_the_estimate_of_rollouts_is_an_upper_bound(service: ServiceClient, caplog: pytest.LogCaptureFixture) -> None:
     params, cost = SamplingParams(max_tokens=4, stop=[]), CostMonitor(PRICES)
-    data = rollouts(PROMPTS[:5], rewards=code_points, group_size=2, sampling_params=params, num_epochs=2)
+    data = rollouts(PROMPTS[:4], rewards=code_points, group_size=2, sampling_params=params, num_epochs=2)
     with caplog.at_level(logging.INFO, "tinker_lightning"):
         quiet(max_epochs=-1, callbacks=[cost]).fit(rollout_module(service), data)
     assert cost.tokens.discarded == 0
     assert cost.estimate == pytest.approx(cost.usd, rel=1e-3)  # because every answer is as long as it may be
+    short = CostMonitor(PRICES)
+    uneven = rollouts(PROMPTS[:3], rewards=code_points, group_size=2, sampling_params=params, num_epochs=1)
+    quiet(max_steps=1, max_epochs=-1, callbacks=[short]).fit(rollout_module(service), uneven)
+    assert (short.estimate or 0) >= 0.999 * short.usd > 0  # also where the run ends before the short batch
     assert caplog.text.count("rollouts and training passes will cost at most") == 1
     unknown = CostMonitor(PRICES)
     with caplog.at_level(logging.INFO, "tinker_lightning"):

@@ -166,7 +166,7 @@ class RolloutLoader(TrainedPosition):
 
     @override
     def most_tokens(self, tokenizer: Any) -> TokenCount | None:
-        """Returns the tokens of an average batch if every answer is as long as it may be; None if that is not known."""
+        """Returns the tokens of a full batch of average prompts with the longest answers; None if not known."""
         if not isinstance(self._tasks, SizedTasks):
             return None
         rows, total = len(self._tasks.rows), TokenCount()
@@ -177,8 +177,7 @@ class RolloutLoader(TrainedPosition):
             if group is None:
                 return None
             total += group
-        groups = self.batch_size if self.num_epochs is None else rows / math.ceil(rows / self.batch_size)
-        share = groups / len(numbers) / self.steps_per_batch
+        share = self.batch_size / len(numbers) / self.steps_per_batch
         return TokenCount(
             trained=round(share * self.epochs * total.trained),
             prefilled=round(share * (1 + self.refill) * total.prefilled),
@@ -327,8 +326,8 @@ class RolloutLoader(TrainedPosition):
                 f"RolloutLoader: a batch of {self.batch_size} prompts cannot be split into {self.minibatches} equal "
                 "minibatches"
             )
-        if self.num_epochs is not None and self.num_epochs < 1:
-            raise InvalidInput(f"RolloutLoader: num_epochs must be at least 1, or None, got {self.num_epochs}")
+        if self.num_epochs is not None and not (isinstance(self.num_epochs, int) and self.num_epochs >= 1):
+            raise InvalidInput(f"RolloutLoader: num_epochs must be at least 1, or None, got {self.num_epochs!r}")
         if self.refill and self.steps_per_batch > 1:
             raise InvalidInput("RolloutLoader: refill is for batches that are trained once, in one step")
         if self.refill and self.num_epochs is not None:

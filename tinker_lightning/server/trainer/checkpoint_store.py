@@ -328,7 +328,8 @@ def _folder_name(run: str) -> str:
 
 
 def _name_conflict(path: TinkerPath) -> InvalidInput:
-    return InvalidInput(f"path: {path} already exists. Choose another name, or set overwrite=True.")
+    overwriting = ", or set overwrite=True" if path.kind == "weights" else ""
+    return InvalidInput(f"path: {path} already exists. Choose another name{overwriting}.")
 
 
 def _expiry(ttl_seconds: int | None) -> str | None:
