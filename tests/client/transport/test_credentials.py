@@ -126,6 +126,31 @@ def test_a_token_is_replaced_at_half_of_its_life(
         assert sum("could not be replaced yet" in record.message for record in caplog.records) == 1
 
 
+def test_requests_use_a_token_while_it_is_being_replaced() -> None:  # R5.17
+    async def run() -> None:
+        replacing, finish = asyncio.Event(), asyncio.Event()
+        # The first token is far beyond half of its life, but still valid.
+        issued = [jwt({"iat": time.time() - 9_000, "exp": time.time() + 1_000}), jwt({"exp": time.time() + 9_000})]
+
+        async def exchange(_: float | None) -> str:
+            if len(issued) == 1:
+                replacing.set()
+                await finish.wait()
+            return issued.pop(0)
+
+        credentials = Credentials(KEY)
+        credentials.use_tokens(exchange)
+        old = await credentials.header()
+        credentials._renewal = 0.0
+        first = asyncio.create_task(credentials.header())
+        await replacing.wait()
+        assert await asyncio.wait_for(credentials.header(), 5) == old
+        finish.set()
+        assert await first != old
+
+    asyncio.run(run())
+
+
 def test_a_rejected_token_is_replaced_and_the_request_repeated_once(shared: EmbeddedTrainer) -> None:  # R5.17
     tokens = Tokens(create_app(shared), lifetime=3600)
     with recording(tokens, api_key=KEY) as recorded:

@@ -77,19 +77,25 @@ class Credentials:
         """Returns the header of a request."""
         if self._exchange is None:
             return self.key_header()
-        async with self._lock:
-            now = time.time()
-            if now > self._expires - _MARGIN:
-                await self._renew(self._exchange, None)
-            elif now > self._renewal:
-                try:
-                    await self._renew(self._exchange, 0.0)
-                except Unauthorized:  # the key itself is rejected, so the token could not be replaced later either
-                    raise
-                except TinkerLightningError as error:
-                    logger.warning("the token of the API key could not be replaced yet: %s", error)
-                    self._renewal = now + _MARGIN
-            return {"X-API-Key": self._token}
+        is_valid = time.time() <= self._expires - _MARGIN
+        if not (is_valid and self._lock.locked()):  # others use the old token while one request replaces it
+            async with self._lock:
+                await self._keep_valid(self._exchange)
+        return {"X-API-Key": self._token}
+
+    async def _keep_valid(self, exchange: Callable[[float | None], Awaitable[str]]) -> None:
+        """Exchanges a token that has expired, or tries once if half of its life is over."""
+        now = time.time()
+        if now > self._expires - _MARGIN:
+            await self._renew(exchange, None)
+        elif now > self._renewal:
+            try:
+                await self._renew(exchange, 0.0)
+            except Unauthorized:  # the key itself is rejected, so the token could not be replaced later either
+                raise
+            except TinkerLightningError as error:
+                logger.warning("the token of the API key could not be replaced yet: %s", error)
+                self._renewal = now + _MARGIN
 
     def key_header(self) -> dict[str, str]:
         """Returns the header with the key itself.
