@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import functools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,7 @@ def test_loggers_after_a_resume(service: ServiceClient, tmp_path: Path) -> None:
     written: list[list[Table]] = []
     known: set[Path] = set()
     for steps in (4, 6):
+        started = int(time.time())
         run = WandbLogger(save_dir=tmp_path, id="same", resume="allow", offline=True)
         lines, board = CSVLogger(tmp_path, version=steps), TensorBoardLogger(tmp_path / "board", version=steps)
         trainer = quiet(max_steps=steps, logger=[run, lines, board], enable_checkpointing=True, callbacks=[files])
@@ -171,6 +173,8 @@ def test_loggers_after_a_resume(service: ServiceClient, tmp_path: Path) -> None:
         board.experiment.close()
         (file,) = set(tmp_path.glob("wandb/offline-run-*/run-same.wandb")) - known
         known.add(file)
+        while int(time.time()) == started:  # the name of a folder has the second
+            time.sleep(0.05)
         written.append([from_wandb(file), from_csv(lines), from_tensorboard(Path(board.log_dir))])
     for before, after in zip(*written, strict=True):
         assert [step for step, _ in after["grad_norm"]] == [3, 4, 5]

@@ -218,7 +218,7 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
 
 
 def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
-    error: InvalidMessage | None = None
+    reason = ""  # not the error, which would keep this frame and those of its callers in a cycle
     if value is None and types.NoneType in members:
         return None
     for member in members:
@@ -226,10 +226,9 @@ def _decode_union(members: tuple[Any, ...], value: Any, where: str) -> Any:
             continue
         try:
             return _decode(member, value, where)
-        except InvalidMessage as rejected:
-            error = error or rejected
-    assert error is not None  # noqa: S101  # a union has a member that is not None
-    raise error
+        except InvalidMessage as error:
+            reason = reason or str(error)
+    raise InvalidMessage(reason)
 
 
 @functools.cache
