@@ -60,7 +60,7 @@ def batch(alternatives: int = 0) -> list[Datum]:
     """Pairs of datums with every input that a loss of the library reads."""
     random = np.random.default_rng(0)
     data = []
-    for length in LENGTHS:
+    for number, length in enumerate(LENGTHS):
         shape = (length, alternatives) if alternatives else (length,)
         inputs: dict[str, Any] = {
             "weights": random.random(shape).astype(np.float32) + 0.1,
@@ -71,6 +71,8 @@ def batch(alternatives: int = 0) -> list[Datum]:
             "advantages": random.normal(0, 1, shape).astype(np.float32),
             "sequence_ratio_mask": np.ones(shape, np.float32),
             "reward": np.float32(random.normal()),
+            "label": np.float32(number % 4 == 0),
+            "kl_weights": np.ones(shape, np.float32),
         }
         data.append(Datum.from_targets(random.integers(0, 256, length), random.integers(0, 256, shape), **inputs))
     return data

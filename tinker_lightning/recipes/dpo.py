@@ -13,7 +13,7 @@ from tinker_lightning import losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
-from tinker_lightning.recipes.references import References
+from tinker_lightning.recipes.references import References, check_reference
 from tinker_lightning.rows.batches import convert_row
 from tinker_lightning.rows.formats import DatumLike, RowFormat
 from tinker_lightning.types.datum import to_datum
@@ -89,6 +89,7 @@ class DPO(RemoteModule):
             check_settings(LOSSES[loss_type], loss_settings)
         except InvalidInput as error:
             raise InvalidInput(str(error).removeprefix("loss_fn_config: ")) from None
+        check_reference(reference)
         self._preference_loss = partial(LOSSES[loss_type], **loss_settings)
         self._references: References | None = None
         if loss_type in _WITH_REFERENCE:

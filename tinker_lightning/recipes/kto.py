@@ -15,7 +15,7 @@ from tinker_lightning import losses
 from tinker_lightning.errors import InvalidDatum, InvalidInput
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses.library import check_settings
-from tinker_lightning.recipes.references import References, whole_sequence
+from tinker_lightning.recipes.references import References, check_reference, whole_sequence
 from tinker_lightning.rows.batches import convert_row
 from tinker_lightning.rows.formats import DatumLike, RowFormat
 from tinker_lightning.types import Datum
@@ -88,6 +88,7 @@ class KTO(RemoteModule):
             check_settings(self._kto, {})
         except InvalidInput as error:
             raise InvalidInput(str(error).removeprefix("loss_fn_config: ")) from None
+        check_reference(reference)
         self._references = References(self.lm, reference, reference_cache)
 
     @override

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 REFERENCE = "reference_logprobs"
 
 
+def check_reference(reference: str) -> None:
+    """Raises `InvalidInput` for a reference that is neither the base model nor a path."""
+    if reference != "base" and "://" not in reference:
+        raise InvalidInput(
+            f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
+        )
+
+
 class References:
     """Adds `reference_logprobs` to datums. Each sequence is scored once.
 
@@ -36,10 +44,6 @@ class References:
     """
 
     def __init__(self, lm: RemoteLM, reference: str, cache: str | Path | None, *, keep: bool = True) -> None:
-        if reference != "base" and "://" not in reference:
-            raise InvalidInput(
-                f"reference must be 'base' or the tinker:// path of saved sampler weights, got {reference!r}"
-            )
         self._lm = lm
         self._reference = reference
         self._cache = cache
