@@ -175,15 +175,15 @@ def test_resuming_with_the_optimizer_is_bit_equal_to_not_stopping(backend: Backe
     train(going_on)
     saved = going_on.save_state("middle", ttl_seconds=3600, user_metadata={"by": "us"}).result().path
     train(going_on)
-    resumed, anew = backend.resumed(saved, optimizer=True), backend.resumed(saved, optimizer=False)
+    resumed, fresh = backend.resumed(saved, optimizer=True), backend.resumed(saved, optimizer=False)
     loading.load_state_with_optimizer(saved)
-    for model in (resumed, anew, loading):
+    for model in (resumed, fresh, loading):
         train(model)
         model.get_info()
-    for model in (going_on, resumed, anew, loading):
+    for model in (going_on, resumed, fresh, loading):
         model.optim_step(AdamParams(learning_rate=0.0)).result()
     assert backend.bits(resumed) == backend.bits(going_on) == backend.bits(loading)
-    assert backend.bits(anew) != backend.bits(going_on)
+    assert backend.bits(fresh) != backend.bits(going_on)
     assert loading.load_state(saved).result().path == saved
     assert (
         loading.forward(DATA, "cross_entropy").result()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Probe:
     """Creates scratch models on a server, and removes them.
 
-    While it is open, the client sends requests unchanged, without the corrections of the server's dialect.
+    While it is open, the client sends requests unchanged, without the corrections of a dialect.
 
     Args:
         service: A client of the server.

@@ -255,7 +255,7 @@ def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
 
 
 async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
-    """Polls until the result is available; logs each change of the server's queue state once."""
+    """Polls until the result is available; logs each change of its queue state once."""
     if not request_id:
         where = f"/api/v1/{operation.endpoint}: request_id: missing, so its result cannot be requested"
         raise session.connection.not_a_tinker_server(where)
