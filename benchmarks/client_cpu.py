@@ -55,6 +55,7 @@ def serve_stub(extended: bool, ready: Callable[[str], None]) -> None:
         "telemetry": {"status": "accepted"},
         "session_heartbeat": {"type": "session_heartbeat"},
         "create_model": model,
+        "get_info": {"type": "get_info", "model_id": "m", "model_data": {"model_name": "tiny"}, "lora_rank": 4},
         "forward_backward": {"request_id": "pass", "model_id": "m"},
     }
 
