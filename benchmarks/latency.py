@@ -58,6 +58,8 @@ def ours(url: str, n: int, steps: int) -> list[float]:
                 future.result()
             before = [*futures, step]
             times.append(time.perf_counter() - start)
+        for future in before:
+            future.result()
     return times[WARM_UP:]
 
 
@@ -91,6 +93,8 @@ def sdk_best(url: str, n: int, steps: int) -> list[float]:
                 await future
             before = [*futures, step]
             times.append(time.perf_counter() - start)
+        for future in before:  # closing the client with a custom loss under way can wait for ever
+            await future
 
     with tinker.ServiceClient(base_url=url, api_key=KEY) as service:
         asyncio.run(train(service.create_lora_training_client(base_model="tiny", rank=4).result()))
