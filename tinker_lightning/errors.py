@@ -14,6 +14,7 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     │   │   ├── LossNotFinite              its value or gradient is NaN or infinite
     │   │   ├── LossNotTraceable           it cannot be traced into a graph for the server
     │   │   └── LossWithoutGradient        it does not depend on the log-probabilities
+    │   ├── RequestConflict                a request whose number was used for another one
     │   ├── MemoryLimitExceeded (MemoryError)  a request that does not fit into the memory limit of the server
     │   └── InvalidMessage                 a malformed message body
     │       ├── MessageTooLarge            a body that exceeds the size limit
@@ -108,6 +109,10 @@ class LossWithoutGradient(InvalidLoss):
     """A custom loss does not depend on the log-probabilities."""
 
 
+class RequestConflict(InvalidInput):
+    """A request has the number of an earlier one but other contents; the message has the digests of both."""
+
+
 class MemoryLimitExceeded(InvalidInput, MemoryError):
     """A request does not fit into the memory limit of the server; the message has the size and the limit.
 
@@ -145,6 +150,7 @@ _NAMED_BY_SERVERS: list[type[TinkerLightningError]] = [
     InvalidTensor,
     InvalidDatum,
     MissingInput,
+    RequestConflict,
     MemoryLimitExceeded,
     InvalidLoss,
     *InvalidLoss.__subclasses__(),

@@ -18,6 +18,7 @@ from tinker_lightning.errors import (
     MessageTooLarge,
     NotFound,
     NotRetained,
+    RequestConflict,
     TinkerLightningError,
     TrainerClosed,
     Unsupported,
@@ -43,6 +44,7 @@ _STATUS: tuple[tuple[type[TinkerLightningError], int], ...] = (
     (MessageTooLarge, 413),
     (MemoryLimitExceeded, 413),
     (UnsupportedMediaType, 415),
+    (RequestConflict, 409),
     (InvalidInput, 400),
     (NotRetained, 410),
     (NotFound, 404),
@@ -100,6 +102,8 @@ async def on_error(_: Request, error: Exception) -> Response:
     headers = None
     if isinstance(error, MemoryLimitExceeded) and error.is_temporary:
         status, headers = 429, {"Retry-After": "1"}
+    if isinstance(error, RequestConflict):
+        headers = {"X-Should-Retry": "false"}  # because clients take 409 for a conflict that passes
     return JSONResponse({"detail": str(error), **error_fields(error)}, status, headers)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import hashlib
 import reprlib
 import types
 import typing
@@ -85,6 +86,37 @@ def pieces(message: Any) -> Iterator[bytes]:
         yield b"]"
     else:
         yield dumps(message)
+
+
+def digest(message: Any, operation: str = "") -> str:
+    """Returns a hash of a decoded request, equal for JSON and protobuf of the same contents.
+
+    Arrays are hashed as bytes, because their text takes longer than everything else. Protobuf does not distinguish a
+    scalar from a vector with one element, so the hash does not either.
+
+    Args:
+        message: The request.
+        operation: Distinguishes operations whose requests are of the same class.
+    """
+    arrays: list[Any] = []
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, TensorData):
+            parts = value.values, value.sparse_crow_indices, value.sparse_col_indices
+            arrays.extend(np.ascontiguousarray(part) for part in parts if part is not None)
+            return [value.dtype, value.shape or [1], value.values.size, value.is_sparse]
+        if isinstance(value, EncodedTextChunk):
+            arrays.append(np.ascontiguousarray(value.tokens))
+            return value.length
+        return _encode(value)
+
+    structure = orjson.dumps(
+        [operation, type(message).__name__, message], default=describe, option=_OPTIONS | orjson.OPT_SORT_KEYS
+    )
+    hashed = hashlib.blake2b(structure, digest_size=16)
+    for array in arrays:
+        hashed.update(array)
+    return hashed.hexdigest()
 
 
 def estimate_parsed_bytes(body: bytes) -> int:

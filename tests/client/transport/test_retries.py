@@ -17,7 +17,14 @@ from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.transport.retries import RetryPolicy, StatusLog
-from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, ServerUnreachable, TinkerLightningError
+from tinker_lightning.errors import (
+    InvalidInput,
+    NotFound,
+    OperationFailed,
+    RequestConflict,
+    ServerUnreachable,
+    TinkerLightningError,
+)
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import RecordingTransport
 
@@ -71,8 +78,8 @@ def scripted(shared: EmbeddedTrainer, request: pytest.FixtureRequest) -> Iterato
         yield Scripted(service, script, record)
 
 
-def again(status: int, **headers: str) -> httpx.Response:
-    return httpx.Response(status, json={"detail": "not now"}, headers=headers)
+def again(status: int, error_class: str = "", **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"detail": "not now", "error_class": error_class}, headers=headers)
 
 
 RETRIED: dict[str, Callable[[], httpx.Response | Exception]] = {
@@ -112,6 +119,7 @@ def test_retries_keep_their_number(scripted: Scripted, fault: str) -> None:
         (lambda: again(422), InvalidInput),
         (lambda: again(413), InvalidInput),
         (lambda: again(500, **{"x-should-retry": "false"}), OperationFailed),
+        (lambda: again(409, "RequestConflict", **{"x-should-retry": "false"}), RequestConflict),
     ],
 )
 def test_errors_that_a_retry_cannot_fix_are_not_retried(

@@ -96,8 +96,9 @@ def test_an_upload_may_be_repeated(api: Api) -> None:
     first, second = api.submit("create_custom_loss", upload(session)), api.submit("create_custom_loss", upload(session))
     assert first == second
     assert api.result(first) == {"loss_id": f"{session}:loss:0", "type": "create_custom_loss"}
-    broken = upload(session, graph={})  # the number is what tells that it is a repeat
-    assert api.result(api.submit("create_custom_loss", broken)) == api.result(first)
+    other = api.post("create_custom_loss", upload(session, name="other"))
+    assert other.status_code == 409
+    assert "custom_loss_seq_id: 0 of this session was already used for the loss nll" in other.text
 
 
 @pytest.mark.parametrize(

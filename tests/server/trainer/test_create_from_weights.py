@@ -88,7 +88,7 @@ def test_a_number_that_was_used_for_another_creation_is_named(shared_api: Api, t
     shared_api.model(session, 4, rank=3)
     body = {"session_id": session, "model_seq_id": 4, "path": trained[1], "optimizer": True}
     response = shared_api.post("load_weights", body)
-    assert response.status_code == 400
-    assert "model_seq_id: 4 of this session was already used for create_model" in response.text
+    assert response.status_code == 409
+    assert ":4:create: its number was already used for create_model" in response.text
     other = {"session_id": session, "model_seq_id": 4, "base_model": "tiny", "lora_config": {"rank": 5}}
     assert "already used for create_model" in shared_api.post("create_model", other).text

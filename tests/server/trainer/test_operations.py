@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.server.trainer import registry
 from tinker_lightning.server.trainer import trainer as trainer_module
-from tinker_lightning.types import Datum
+from tinker_lightning.types import Datum, ModelInput
 from tinker_lightning.types.requests import ForwardBackwardRequest
+from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf, tinker_pb2
 
 if TYPE_CHECKING:
@@ -75,9 +78,82 @@ def test_a_used_number_cannot_be_used_for_something_else(api: Api) -> None:
     model = api.model()
     api.run("forward_backward", api.train(model, 1))
     refused = api.post("optim_step", api.step(model, 1))
-    assert refused.status_code == 400
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
     assert "already used for forward_backward" in refused.json()["detail"]
     assert "metrics" in api.run("optim_step", api.step(model, 2))
+
+
+def test_a_used_number_cannot_be_used_for_other_data(api: Api) -> None:  # R5.11
+    """Otherwise the client would take the result of the first request for that of the second."""
+    session = api.session()
+    model, place = api.model(session), api.sampler(session, 0)
+    state = api.run("save_weights", {"model_id": model, "seq_id": 1, "path": "state"})["path"]
+    create = {"session_id": session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 4}}
+    sampler = {"session_id": session, "sampling_session_seq_id": 9}
+    pairs: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+        ("forward_backward", api.train(model, 2), "forward_backward", api.train(model, 2, "other text")),
+        ("optim_step", api.step(model, 3), "optim_step", api.step(model, 3, learning_rate=0.5)),
+        ("optim_step", api.step(model, 4), "load_weights", {"model_id": model, "seq_id": 4, "path": state}),
+        *(
+            (
+                path,
+                {"model_id": model, "seq_id": 5 + i, "path": "a"},
+                path,
+                {"model_id": model, "seq_id": 5 + i, "path": "b"},
+            )
+            for i, path in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"))
+        ),
+        ("create_model", create, "create_model", {**create, "lora_config": {"rank": 4, "seed": 3}}),
+        ("asample", api.sample(place, 1, seed=1), "asample", api.sample(place, 1, seed=2)),
+    ]
+    before = {}
+    for path, body, other_path, other in pairs:
+        answer = api.run(path, body)
+        before = api.state(model)
+        refused = api.post(other_path, other)
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false"), refused.text
+        assert refused.json()["error_class"] == "RequestConflict"
+        first, second = re.findall(r"digest ([0-9a-f]{32})", refused.json()["detail"])
+        assert first != second
+        assert api.run(path, body) == answer  # an equal one is still answered
+        assert api.state(model) == before
+    assert api.post("create_sampling_session", {**sampler, "base_model": "tiny"}).status_code == 200
+    assert api.post("create_sampling_session", {**sampler, "base_model": "tiny"}).status_code == 200
+    refused = api.post("create_sampling_session", {**sampler, "model_path": state})
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (409, "false")
+    assert "already used for a sampler of tiny; this one would be of tinker://" in refused.json()["detail"]
+
+
+def test_a_backward_that_is_not_retained_leaves_its_number_to_the_whole_pass(api: Api) -> None:
+    model = api.model()
+    data = [Datum.from_tokens(list(b"hello world"))]
+    bare = [Datum(ModelInput([]), {"gradient": [0.5] * 10})]
+    headers = {"content-type": PROTOBUF}
+
+    def post(path: str, request: ForwardBackwardRequest) -> int:
+        content = protobuf.encode_forward_backward(request)
+        return api.request("POST", path, content=content, headers=headers).status_code
+
+    backward = ForwardBackwardRequest(model, 1, bare, "cross_entropy", {"forward": 9.0})
+    assert post("http://embedded/ext/v1/retained_backward", backward) == 410
+    whole = ForwardBackwardRequest(model, 1, data, "cross_entropy")
+    assert [post("forward_backward", whole) for _ in range(2)] == [200, 200]
+    assert post("http://embedded/ext/v1/retained_backward", backward) == 409  # now it is used, also for a backward
+    assert post("http://embedded/ext/v1/counted_forward_backward", whole) == 409
+
+
+def test_json_and_protobuf_of_the_same_pass_are_one_request(api: Api) -> None:
+    model = api.model()
+    body = api.train(model, 1)
+    sparse = {"data": [7], "dtype": "int64", "shape": [10, 9], "sparse_crow_indices": [0] * 10 + [1]}
+    inputs = body["forward_backward_input"]["data"][0]["loss_fn_inputs"]
+    inputs |= {"scalar": {"data": [2.0], "shape": []}, "table": {**sparse, "sparse_col_indices": [5]}}
+    body["forward_backward_input"]["loss_fn_config"] = {"b": 2, "a": "text"}
+    decoded = wire_json.parse_forward_backward(json.dumps(body).encode(), forward_only=False)
+    content = protobuf.encode_forward_backward(decoded)
+    first = api.submit("forward_backward", body)
+    again = api.request("POST", "forward_backward", content=content, headers={"content-type": PROTOBUF})
+    assert again.json()["request_id"] == first
 
 
 def test_repeats_of_anything_posted_together_run_once(api: Api) -> None:

@@ -149,13 +149,6 @@ def test_a_failed_operation_is_not_run_again_by_a_repeat_and_the_next_number_run
     assert runs == [1]
 
 
-def test_another_operation_under_a_used_number_is_rejected(scheduler: Scheduler) -> None:
-    log = Log()
-    submit(scheduler, log, 1, kind="forward")
-    with pytest.raises(InvalidInput, match="number 1 of m was already used for forward"):
-        submit(scheduler, log, 1, kind="optim_step")
-
-
 def test_a_missing_number_holds_up_the_rest_for_the_gap_timeout_only_and_is_rejected_when_late() -> None:
     scheduler, log = Scheduler(gap_timeout=0.05), Log()
     try:

@@ -13,6 +13,7 @@ from tinker_lightning.server.endpoints.futures import Submission, receipt_endpoi
 from tinker_lightning.server.http import answer
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
+from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -38,6 +39,7 @@ async def get_sampler(request: Request) -> Response:
 async def asample(request: Request) -> Submission:
     body = await read(request, rq.SampleRequest)
     job = trainer_of(request).sampling.sample(body)
+    job.claim(wire_json.digest(body))
     sequence_ids = [f"{job.request_id}:{i}" for i in range(body.num_samples)]
     return Submission(job, rs.FutureResponse(job.request_id, sample_sequence_ids=sequence_ids))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,7 +41,9 @@ T = TypeVar("T")
 
 
 async def create_model(request: Request) -> Submission:
-    job = trainer_of(request).training.create_model(await read(request, rq.CreateModelRequest))
+    message = await read(request, rq.CreateModelRequest)
+    job = trainer_of(request).training.create_model(message)
+    job.claim(wire_json.digest(message))
     return _submission(job, job.request_id.removesuffix(":create"))
 
 
@@ -83,16 +86,22 @@ def _tokenizer_files(base: BaseModel) -> dict[str, str]:
 
 
 def _pass(
-    submit: Callable[[Passes, rq.ForwardBackwardRequest], Job], *accepted: str, forward_only: bool = False
+    submit: Callable[[Passes, rq.ForwardBackwardRequest], Job],
+    *accepted: str,
+    forward_only: bool = False,
+    operation: str = "",
 ) -> Callable[[Request], Awaitable[Submission]]:
-    """Returns the endpoint of a pass whose request has one of these content types."""
+    """Returns the endpoint of a pass whose request has one of these content types.
+
+    An operation of its own is not answered from the record of another one with the same datums.
+    """
 
     async def endpoint(request: Request) -> Submission:
         parse: Callable[[bytes], rq.ForwardBackwardRequest] = protobuf.decode_forward_backward
         if content_type(request, *accepted) == JSON:
             parse = functools.partial(wire_json.parse_forward_backward, forward_only=forward_only)
         run = functools.partial(submit, trainer_of(request).passes)
-        return await _submit(request, parse, run, may_be_compressed=True)
+        return await _submit(request, parse, run, operation, may_be_compressed=True)
 
     return endpoint
 
@@ -168,17 +177,24 @@ def _numbered(cls: type[T], submit: Callable[[Training, T], Job]) -> Callable[[R
 
 
 async def _submit(
-    request: Request, parse: Callable[[bytes], T], submit: Callable[[T], Job], *, may_be_compressed: bool = False
+    request: Request,
+    parse: Callable[[bytes], T],
+    submit: Callable[[T], Job],
+    operation: str = "",
+    *,
+    may_be_compressed: bool = False,
 ) -> Submission:
     """Queues a numbered job. If this fails, the number is freed, because the client continues with the next one.
 
-    The number stays open if the client sends it again: a backward whose forward is not retained, with the datums, and a
-    request for which there is no memory at the moment.
+    Only accepted requests are recorded. The number stays open if the client sends it again: a backward whose forward is
+    not retained, with the datums, and a request for which there is no memory at the moment.
     """
     async with receive_body(request, may_be_compressed=may_be_compressed) as body:
         try:
-            message: Any = await parse_body(parse, body)
+            message: Any
+            message, digest = await parse_body(lambda body: _identify(parse(body), operation), body)
             job = submit(message)
+            job.claim(digest)
         except Exception as error:
             if isinstance(error, NotRetained) or (isinstance(error, MemoryLimitExceeded) and error.is_temporary):
                 raise
@@ -186,6 +202,14 @@ async def _submit(
             trainer_of(request).jobs.skip(*await parse_body(number, body))
             raise
     return _submission(job, message.model_id)
+
+
+def _identify(message: T, operation: str) -> tuple[T, str]:
+    """Returns a request with its digest."""
+    content: Any = message
+    if isinstance(message, rq.SaveWeightsForSamplerRequest) and message.path is None:
+        content = replace(message, sampling_session_seq_id=0)  # a repeated request has another one
+    return message, wire_json.digest(content, operation)
 
 
 def _number(body: bytes) -> tuple[str, int]:
@@ -216,9 +240,11 @@ submissions = {
 }
 # Answered with the result only: a receipt would take a second round trip, which is what they are meant to save.
 extensions = {
-    "/counted_forward_backward": _pass(functools.partial(Passes.forward_backward, counted_only=True), PROTOBUF),
-    "/retained_forward": _pass(Passes.retained_forward, PROTOBUF),
-    "/retained_backward": _pass(Passes.retained_backward, PROTOBUF),
+    "/counted_forward_backward": _pass(
+        functools.partial(Passes.forward_backward, counted_only=True), PROTOBUF, operation="counted"
+    ),
+    "/retained_forward": _pass(Passes.retained_forward, PROTOBUF, operation="retained_forward"),
+    "/retained_backward": _pass(Passes.retained_backward, PROTOBUF, operation="retained_backward"),
     "/import_adapter": import_adapter,
 }
 extension_routes = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, RequestConflict, TinkerLightningError
 from tinker_lightning.server.trainer.sizes import result_bytes as measure_result
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Job:
         self.kept_since: float | None = None  # when it finished, or was last fetched
         self.fetched = False
         self.cancelled = False
+        self.digest: str | None = None  # of its request, once that was accepted
         self.queue: str | None = None  # the name of the queue in which it is numbered
         self.queue_seconds = self.run_seconds = 0.0  # pauses count as waiting
         self._created = time.perf_counter()
@@ -223,6 +224,17 @@ class Job:
                     self._charge.set_evict(lambda: self._evict(self), expendable=self.fetched)
                     if self._forgotten:
                         self._charge.release()
+
+    def claim(self, digest: str) -> None:
+        """Records the digest of the accepted request; raises `RequestConflict` if the job belongs to another one."""
+        with self._lock:
+            self.digest = self.digest or digest
+        if self.digest != digest:
+            raise RequestConflict(
+                f"request {self.request_id}: its number was already used for {self.kind} with the digest "
+                f"{self.digest}, but this request has the digest {digest}. Give each request a number of its own. Do "
+                "two clients train this model?"
+            )
 
     def raise_if_cancelled(self) -> None:
         """Raises `OperationFailed` if the client has cancelled the job."""

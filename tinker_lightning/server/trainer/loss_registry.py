@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tinker_lightning.errors import InvalidInput, InvalidLoss
+from tinker_lightning.errors import InvalidInput, InvalidLoss, RequestConflict
 from tinker_lightning.losses.builtin import LOSSES, NOT_PUBLISHED, UNPUBLISHED
 from tinker_lightning.lossgraph.graph_loss import UNLISTED_PREFIXES, GraphLoss, Source
 from tinker_lightning.lossgraph.server_loss import PythonLoss, RegisteredLoss
@@ -58,12 +58,18 @@ class LossRegistry:
     def create(self, request: rq.CreateCustomLossRequest) -> str:
         """Stores a per-datum loss and returns its id. A repeated request returns the id of the first one."""
         loss_id = f"{request.session_id}:loss:{request.custom_loss_seq_id}"
-        with self._lock:
-            if loss_id in self._sessions.get(request.session_id, _SessionLosses()).entries:
-                return loss_id
         inputs = {each.name: each.rank for each in request.inputs}
         message = {"name": request.name, "source": "datum", "inputs": inputs, "graph": request.graph}
         loss = GraphLoss.decode(message, ("datum",))
+        with self._lock:
+            stored = self._sessions.get(request.session_id, _SessionLosses()).entries.get(loss_id)
+        if stored is not None:
+            if not isinstance(stored.loss, GraphLoss) or stored.loss.digest != loss.digest:
+                raise RequestConflict(
+                    f"custom_loss_seq_id: {request.custom_loss_seq_id} of this session was already used for the loss "
+                    f"{stored.loss.name}, and this one differs from it. Use the next number for another loss."
+                )
+            return loss_id
         self._store(request.session_id, loss_id, loss, loss.program.graph.size)
         return loss_id
 

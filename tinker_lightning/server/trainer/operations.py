@@ -111,13 +111,7 @@ class Training:
         )
         metadata = Metadata(self._memory, "model", user_metadata=request.user_metadata)
         model = Model(model_id, session.session_id, base_model, config, metadata, creation)
-        first = self._registry.add_model(model).creation
-        if (first.kind, first.labels) != (kind, creation.labels):
-            raise InvalidInput(
-                f"model_seq_id: {request.model_seq_id} of this session was already used for {first.kind} "
-                f"({first.labels.strip()}). Use the next number for another model."
-            )
-        return self._scheduler.submit(first)
+        return self._scheduler.submit(self._registry.add_model(model).creation)
 
     def unload_model(self, request: rq.UnloadModelRequest) -> Job:
         """Frees the memory of a model after all jobs that were submitted earlier."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound
+from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, RequestConflict
 from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
@@ -200,9 +200,15 @@ class Registry:
             return list(self._models.values())
 
     def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
-        """Adds a sampler, or returns the existing sampler with its id."""
+        """Adds a sampler, or returns the existing one with its id; raises `RequestConflict` if that is another one."""
         with self._lock:
             kept = self._samplers.setdefault(sampler.sampler_id, sampler)
+            if (kept.base_model, kept.model_path) != (sampler.base_model, sampler.model_path):
+                raise RequestConflict(
+                    f"sampling_session_seq_id: the number of {sampler.sampler_id} was already used for a sampler of "
+                    f"{kept.model_path or kept.base_model}; this one would be of "
+                    f"{sampler.model_path or sampler.base_model}. Use the next number for another sampler."
+                )
             session = self._sessions[session_id]
             if sampler.sampler_id not in session.samplers:
                 session.samplers.append(sampler.sampler_id)

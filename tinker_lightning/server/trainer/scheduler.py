@@ -104,8 +104,6 @@ class Scheduler:
                 raise TrainerClosed("the trainer has been closed; connect to a running one")
             earlier = self._jobs.get(job.request_id)
             if earlier is not None:
-                if earlier.kind != job.kind:
-                    raise InvalidInput(f"number {number} of {queue} was already used for {earlier.kind}")
                 return earlier
             if job.kept_since is not None:
                 job.mark_fetched()  # its result was dropped, but its owner still has the job
