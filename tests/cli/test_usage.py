@@ -41,13 +41,14 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(serve_module, "serve", serve)
     arguments = ["serve", "--model", "a", "--model", "b", "--port", "0", "--api-key", "k", "--data-dir", "d"]
-    arguments += ["--token-budget", "512"]
+    arguments += ["--token-budget", "512", "--api-key-file", "f"]
     assert cli.main(arguments) == 0
     named = {
         "models": ["a", "b"],
         "host": "127.0.0.1",
         "port": 0,
         "api_key": "k",
+        "api_key_file": Path("f"),
         "data_dir": Path("d"),
         "sampling_seed": None,
         "memory_limit": None,

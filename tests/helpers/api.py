@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
 
+    from tinker_lightning.server.keys import Keys
+
 T = TypeVar("T")
 
 
@@ -28,13 +30,14 @@ class Served(NamedTuple):
 class Api:
     """Speaks the protocol to a trainer's app, without a network; each model's numbers are the caller's business."""
 
-    def __init__(self, trainer: EmbeddedTrainer, api_key: str | None = None) -> None:
+    def __init__(self, trainer: EmbeddedTrainer, api_key: str | Keys | None = None, sent: str = "") -> None:
         self.trainer = trainer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         transport = httpx.ASGITransport(create_app(trainer, api_key=api_key))
-        self._http = httpx.AsyncClient(transport=transport, base_url="http://embedded/api/v1/")
+        headers = {"x-api-key": sent} if sent else {}
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://embedded/api/v1/", headers=headers)
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request; fails the test where no answer comes."""

@@ -170,7 +170,7 @@ def test_half_of_a_body_does_not_delay_the_shutdown(trainer: EmbeddedTrainer) ->
     async def upload() -> None:
         half = Upload(trainer)
         await half.send(b"{")
-        trainer.announce_close()
+        trainer.closing.announce()
         status, detail = await half.answer()
         assert status == 503
         assert "the server is shutting down" in detail

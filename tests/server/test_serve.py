@@ -191,7 +191,8 @@ def test_an_address_that_others_can_reach_needs_a_key(capsys: pytest.CaptureFixt
     assert cli.main(["serve", "--model", "tiny", "--host", "0.0.0.0"]) == 2  # noqa: S104
     printed = capsys.readouterr().err
     assert printed.startswith("tinker-lightning: --host 0.0.0.0 can be reached from other machines")
-    assert "pass --api-key KEY" in printed
+    assert "set TINKER_LIGHTNING_SERVE_KEY" in printed
+    assert "--api-key-file FILE" in printed
     assert "Traceback" not in printed
 
 

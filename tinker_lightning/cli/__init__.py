@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tinker_lightning.cli import chat, checkpoint_commands, doctor, export, serve, stages, wording
+from tinker_lightning.cli import chat, checkpoint_commands, doctor, export, keys, serve, stages, wording
 from tinker_lightning.errors import TinkerLightningError
 
 if TYPE_CHECKING:
@@ -46,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tinker-lightning')}")
     parser.add_argument(_DEBUG, action="store_true", help="show the stack trace of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (stages, chat, export, checkpoint_commands, serve, doctor):
+    for module in (stages, chat, export, checkpoint_commands, serve, keys, doctor):
         module.add_to(commands)
     return parser

@@ -27,19 +27,26 @@ def add_to(commands: Any) -> None:
         help="tiny, smollm2-135m, a folder with a Hugging Face model, or a hub id; may be given several times",
     )
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; any other than loopback requires --api-key"
+        "--host", default="127.0.0.1", help="address to listen on; any other than loopback requires a key"
     )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="key that clients must send as X-API-Key; the official SDK requires it to start with tml-",
+        help="key that clients must send; visible in the list of processes, so rather set TINKER_LIGHTNING_SERVE_KEY",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the keys of several users, written by `tinker-lightning keys`; each has its own sessions and "
+        "checkpoints",
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
     parser.add_argument(
         "--allow-pickled-losses",
         action="store_true",
-        help="run pickled loss functions from clients, which can execute any code; requires --api-key",
+        help="run pickled loss functions from clients, which can execute any code; requires a key",
     )
     parser.add_argument(
         "--sampling-seed",
@@ -77,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         host=options.host,
         port=options.port,
         api_key=options.api_key,
+        api_key_file=options.api_key_file,
         data_dir=options.data_dir,
         allow_pickled_losses=options.allow_pickled_losses,
         sampling_seed=options.sampling_seed,

@@ -9,11 +9,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Mount, Route
 
-from tinker_lightning.errors import InvalidInput, TinkerLightningError
+from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.server.endpoints import checkpoints, futures, handshake, sampling, training
 from tinker_lightning.server.endpoints.checkpoints import Signer
 from tinker_lightning.server.endpoints.futures import result_endpoint
 from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_error
+from tinker_lightning.server.keys import Keys
 
 if TYPE_CHECKING:
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
@@ -35,23 +36,25 @@ _extension_routes = [
 ]
 
 
-def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended: bool = True) -> Starlette:
+def create_app(trainer: EmbeddedTrainer, *, api_key: str | Keys | None = None, extended: bool = True) -> Starlette:
     """Creates the HTTP app of a trainer.
 
     Args:
         trainer: The trainer, which the caller has to close.
-        api_key: The key that clients must send as `X-API-Key`, or None to allow all clients.
+        api_key: The key that clients must send as `X-API-Key`, or `Keys`, each of which reaches only its own sessions
+            and checkpoints, or None to allow all clients.
         extended: Whether to provide extensions of the protocol under `/ext/v1/`.
     """
-    if api_key == "":
-        raise InvalidInput("api_key must not be empty; pass a key, or None to allow all clients")
+    keys = Keys.single(api_key) if isinstance(api_key, str) else api_key
+    if keys is not None:
+        keys.on_removal(trainer.finish_sessions)
     parts = (handshake, training, sampling, futures, checkpoints)
     app = Starlette(
         routes=[
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),
             *([Mount("/ext/v1", routes=_extension_routes)] if extended else []),
         ],
-        middleware=[] if api_key is None else [Middleware(ApiKey, api_key=api_key)],
+        middleware=[] if keys is None else [Middleware(ApiKey, keys=keys)],
         exception_handlers={
             TinkerLightningError: on_error,
             HTTPException: on_http_error,
@@ -59,6 +62,7 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | None = None, extended
         },
     )
     app.state.trainer = trainer
+    app.state.keys = keys
     app.state.signer = Signer()
     app.state.extensions = list(EXTENSIONS) if extended else []
     return app

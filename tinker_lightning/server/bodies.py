@@ -64,7 +64,7 @@ async def receive_body(
     trainer: EmbeddedTrainer = request.app.state.trainer
     with trainer.memory.charge("the body of this request", 0, "messages") as charge:
         arrival = Arrival(charge)
-        with trainer.wake_on_close(arrival.close):
+        with trainer.closing.waking(arrival.close):
             body = await read_body(request, limit, arrival, may_be_compressed=may_be_compressed)
         is_json = JSON in request.headers.get("content-type", "").lower()
         charge.resize(len(body) + (wire_json if is_json else protobuf).estimate_parsed_bytes(body))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import re
@@ -30,6 +29,8 @@ from tinker_lightning.wire import json as wire_json
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from tinker_lightning.server.keys import Keys
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -157,11 +158,14 @@ def is_loopback(host: str) -> bool:
 
 
 class ApiKey:
-    """Middleware that rejects requests without the API key, except for health checks and signed URLs."""
+    """Middleware that rejects requests without a key, except for health checks and signed URLs.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    The owner that the key belongs to becomes part of the request: `trainer_of` returns what this owner can reach.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
-        self._key = api_key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds with 401 or calls the app."""
@@ -169,10 +173,14 @@ class ApiKey:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         is_open = path == "/api/v1/healthz" or path.startswith(f"/api/v1{SIGNED}/")
         if scope["type"] == "http" and not is_open:
-            key = dict(scope["headers"]).get(b"x-api-key", b"")
-            if not hmac.compare_digest(key, self._key):
+            headers = dict(scope["headers"])
+            # Programs such as Prometheus send their keys in this form.
+            key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            owner = self._keys.find(key)
+            if owner is None:
                 detail = "the X-API-Key header is wrong" if key else "the X-API-Key header is missing"
-                response = JSONResponse({"detail": f"{detail}; set TINKER_API_KEY to the server's --api-key"}, 401)
+                response = JSONResponse({"detail": f"{detail}; set TINKER_API_KEY to a key of the server"}, 401)
                 await response(scope, receive, send)
                 return
+            scope["owner"] = owner
         await self._app(scope, receive, send)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 import sys
 import time
@@ -21,13 +22,17 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.app import create_app
 from tinker_lightning.server.http import LocalHost, is_loopback
+from tinker_lightning.server.keys import Keys
 from tinker_lightning.server.trainer.memory import return_large_blocks
 from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 logger = logging.getLogger("tinker_lightning.server")
+
+KEY_VARIABLE = "TINKER_LIGHTNING_SERVE_KEY"
 
 # Seconds that a shutdown waits for open requests, and then for the running job.
 _GRACE = 3
@@ -53,23 +58,26 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | None = None,
+    api_key_file: Path | None = None,
     allow_pickled_losses: bool = False,
     **options: Any,
 ) -> None:
     """Loads the models, serves them, and prints the URL once clients can connect.
 
-    An API key is required if other machines can connect, or if pickled losses are allowed. Further options
-    are passed to `EmbeddedTrainer`.
+    An API key is required if other machines can connect, or if pickled losses are allowed: by default the environment
+    variable `TINKER_LIGHTNING_SERVE_KEY`. Further options are passed to `EmbeddedTrainer`.
     """
-    if not is_loopback(host) and not api_key:
+    keys = _keys(api_key, api_key_file)
+    if not is_loopback(host) and keys is None:
         raise InvalidInput(
-            f"--host {host} can be reached from other machines, so an API key is required: pass --api-key KEY (clients "
-            "set TINKER_API_KEY to it), or omit --host to serve this machine only."
+            f"--host {host} can be reached from other machines, so an API key is required: set {KEY_VARIABLE} (clients "
+            "set TINKER_API_KEY to it), or pass --api-key-file FILE for several users, or omit --host to serve this "
+            "machine only."
         )
-    if allow_pickled_losses and not api_key:
+    if allow_pickled_losses and (keys is None or api_key_file is not None):
         raise InvalidInput(
-            "--allow-pickled-losses lets clients run arbitrary code on this machine, so an API key is required: pass "
-            "--api-key KEY too."
+            "--allow-pickled-losses lets clients run arbitrary code on this machine, so a single API key is required: "
+            f"set {KEY_VARIABLE}. The keys of a file would not protect their owners from each other."
         )
     trainer = EmbeddedTrainer(models, allow_pickled_losses=allow_pickled_losses, **options)
     try:
@@ -79,7 +87,7 @@ def serve(
         raise InvalidInput(
             f"cannot store checkpoints in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
         ) from error
-    app = create_app(trainer, api_key=api_key)
+    app = create_app(trainer, api_key=keys)
     # The port is bound before the models are loaded, so that a port in use fails early.
     with _listen(host, port) as listener:
         return_large_blocks()
@@ -90,7 +98,7 @@ def serve(
         connections = Connections(max_connections())
         logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
         config = uvicorn.Config(
-            app if api_key else LocalHost(app),
+            LocalHost(app) if keys is None else app,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -100,17 +108,33 @@ def serve(
             timeout_graceful_shutdown=_GRACE,
         )
         try:
-            _Server(config, trainer).run([listener])
+            _Server(config, trainer, keys).run([listener])
         finally:
             trainer.close(_GRACE)
+
+
+def _keys(api_key: str | None, file: Path | None) -> Keys | None:
+    from_environment = os.environ.get(KEY_VARIABLE)
+    if file is not None:
+        if api_key is not None or from_environment is not None:
+            other = "--api-key" if api_key is not None else KEY_VARIABLE
+            raise InvalidInput(f"{other} and --api-key-file exclude each other: add the key to the file, or omit one")
+        return Keys.from_file(file)
+    if api_key is not None:
+        logger.warning(
+            "--api-key can be read by every user of this machine, for example by `ps`. Set %s instead", KEY_VARIABLE
+        )
+        return Keys.single(api_key, "--api-key")
+    return None if from_environment is None else Keys.single(from_environment, KEY_VARIABLE)
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that prints its URL when it is ready, and wakes requests that wait for results on shutdown."""
 
-    def __init__(self, config: uvicorn.Config, trainer: EmbeddedTrainer) -> None:
+    def __init__(self, config: uvicorn.Config, trainer: EmbeddedTrainer, keys: Keys | None) -> None:
         super().__init__(config)
         self._trainer = trainer
+        self._keys = keys
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -124,9 +148,16 @@ class _Server(uvicorn.Server):
             sys.stdout.flush()
 
     @override
+    async def on_tick(self, counter: int) -> bool:
+        # Ten times per second. A key that was removed ends its sessions also if no request arrives.
+        if self._keys is not None and counter % 10 == 0:
+            self._keys.refresh()
+        return await super().on_tick(counter)
+
+    @override
     def handle_exit(self, *_: Any) -> None:
         # Unlike in uvicorn, the signal is not raised again after the shutdown, because the shutdown is a normal exit.
-        self._trainer.announce_close()
+        self._trainer.closing.announce()
         self.force_exit = self.should_exit  # a second signal stops the server without waiting
         self.should_exit = True
 

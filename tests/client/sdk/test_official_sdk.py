@@ -344,7 +344,7 @@ def test_closing_a_client_finishes_its_session_and_frees_its_models(
         (session,) = trainer.registry.sessions()
         trainer.scheduler.find(f"{session.session_id}:finish").future.result(30)
         assert trainer.registry.model(str(model.model_id)).adapter is None
-        trainer.announce_close()
+        trainer.closing.announce()
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,7 @@ def double(
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path_factory.mktemp("double"), dtype=torch.float64)
     with running(create_app(trainer)) as url, tinker.ServiceClient(base_url=url, api_key=KEY) as client:
         yield trainer, client
-        trainer.announce_close()
+        trainer.closing.announce()
     trainer.close()
 
 

@@ -168,9 +168,9 @@ def test_closing_answers_waiting_pollers_at_once_and_refuses_new_work(
                 asyncio.create_task(http.post("retrieve_future", json={"request_id": request_id})) for _ in range(5)
             ]
             async with asyncio.timeout(SOON):
-                while len(trainer._waiters) < 5:
+                while len(trainer.closing.waiters) < 5:
                     await asyncio.sleep(0)
-            trainer.announce_close()
+            trainer.closing.announce()
             for response in await asyncio.wait_for(asyncio.gather(*polls), SOON):
                 assert response.status_code == 408
             closing = asyncio.create_task(asyncio.to_thread(trainer.close))
@@ -183,7 +183,7 @@ def test_closing_answers_waiting_pollers_at_once_and_refuses_new_work(
             assert refused.status_code == 503
             busy()
             await asyncio.wait_for(closing, SOON)
-            assert not trainer._waiters
+            assert not trainer.closing.waiters
 
     asyncio.run(main())
 
@@ -193,7 +193,7 @@ def test_polls_leave_nothing_behind(api: Api, busy: Callable[[], None], monkeypa
     request_id = api.submit("create_model", {"session_id": api.session(), "model_seq_id": 0, "base_model": "tiny"})
     for _ in range(20):
         assert api.post("retrieve_future", {"request_id": request_id}).status_code == 408
-    assert not api.trainer._waiters
+    assert not api.trainer.closing.waiters
 
 
 def test_a_poll_names_the_missing_number_and_goes_on_within_seconds(
@@ -229,7 +229,7 @@ def test_a_poll_does_not_report_a_number_that_arrived_meanwhile(
     trainer.scheduler.submit(Job("busy", "busy", release.wait))  # keeps the worker from running what has arrived
     with ThreadPoolExecutor(1) as pool:
         polled = pool.submit(api.post, "retrieve_future", {"request_id": request_id})
-        while not trainer._waiters:  # the poll has not seen the gap yet
+        while not trainer.closing.waiters:  # the poll has not seen the gap yet
             time.sleep(0.001)
         api.submit("optim_step", api.step(model, 1))
         response = polled.result()

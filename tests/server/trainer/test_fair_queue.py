@@ -16,6 +16,7 @@ class Clock:
     now = 100.0
 
     def __call__(self) -> float:
+        self.now += 1e-9  # as between two calls of a real one
         return self.now
 
 
@@ -216,3 +217,30 @@ def test_clearing_requeue_all_that_wait(queue: FairQueue, clock: Clock) -> None:
     assert set(queue.clear()) == set(jobs)
     assert queue.start() is None
     assert not queue.has_paused_jobs()
+
+
+def test_thirty_sessions_of_one_key_take_no_more_than_the_one_of_another(clock: Clock) -> None:  # R5.18
+    queue = FairQueue(clock, key_of=lambda session: "alice" if session == "a" else "bob")
+    queue.add(job(f"a{i}") for i in range(100))
+    queue.add(Job(f"b{i}", "work", lambda: None, owner=f"b{i % 30}") for i in range(600))
+    ran = names(queue, clock, 1.0, most=120)
+    assert sum(name.startswith("a") for name in ran) == 60
+    sessions = [int(name[1:]) % 30 for name in ran if name.startswith("b")]
+    assert {sessions.count(i) for i in range(30)} == {2}  # and they share the time of their key
+
+
+def test_a_long_job_pauses_for_another_key_and_the_sessions_of_its_own_share_the_rest(clock: Clock) -> None:
+    queue = FairQueue(clock, key_of=lambda session: {"a": "alice"}.get(str(session), "bob"))
+    endless = job("b")
+    queue.add([endless, *(job(f"c{i}") for i in range(1000)), *(job(f"a{i}") for i in range(1000))])
+    spent = slices(queue, clock, endless, 1.0, total=400.0)
+    assert spent == {"a": pytest.approx(200, abs=8), "b": pytest.approx(100, abs=8), "c": pytest.approx(100, abs=8)}
+
+
+def test_a_key_that_was_idle_has_not_saved_up_time(clock: Clock) -> None:
+    queue = FairQueue(clock, key_of=lambda session: session)
+    queue.add(job(f"a{i}") for i in range(200))
+    names(queue, clock, 1.0, most=100)
+    queue.add(job(f"b{i}") for i in range(100))
+    ran = names(queue, clock, 1.0, most=40)
+    assert 18 <= sum(name.startswith("b") for name in ran) <= 22

@@ -190,11 +190,15 @@ async def archive(request: Request) -> Response:
 
 async def download(request: Request) -> Response:
     name, query = request.path_params["name"], request.query_params
-    if not _signer(request).is_valid(name, query.get("expires", ""), query.get("signature", "")):
+    keys, key_name = request.app.state.keys, query.get("owner")
+    # The owner is part of what is signed. A URL that its key made is worth nothing without the key.
+    owner = None if keys is None else keys.named(key_name)
+    is_valid = _signer(request).is_valid(name, key_name, query.get("expires", ""), query.get("signature", ""))
+    if not is_valid or (keys is not None and owner is None):
         raise HTTPException(403, "this URL is invalid or has expired; request a new one")
     path, file = name.rsplit("/", 1)
     only = None if file == _ARCHIVE else file
-    store = trainer_of(request).store
+    store = trainer_of(request, owner).store
     files = await run_in_threadpool(store.open_adapter, TinkerPath.parse(f"tinker://{path}"), only)
     return _Download(files, _tar(files) if only is None else list(files.values()))
 
@@ -240,8 +244,10 @@ def _size(file: BinaryIO) -> int:
 
 def _signed_url(request: Request, path: TinkerPath, file: str, expires: int) -> str:
     name = f"{path.run}/{path.kind}/{path.name}/{file}"
-    query = urlencode({"expires": expires, "signature": _signer(request).sign(name, expires)})
-    return f"{request.url_for('download', name=name)}?{query}"
+    owner = trainer_of(request).registry.owner.name
+    query = {"expires": expires, "signature": _signer(request).sign(name, owner, expires)}
+    query |= {} if owner is None else {"owner": owner}
+    return f"{request.url_for('download', name=name)}?{urlencode(query)}"
 
 
 def _signer(request: Request) -> Signer:
@@ -250,7 +256,7 @@ def _signer(request: Request) -> Signer:
 
 
 class Signer:
-    """Signs names for a limited time. A restart of the server invalidates all signatures."""
+    """Signs names of files for their owner and a limited time. A restart of the server invalidates all signatures."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -259,15 +265,15 @@ class Signer:
         """Returns the expiry of a signature that is created now, as a Unix timestamp."""
         return int(time.time()) + VALID_SECONDS
 
-    def sign(self, name: str, expires: int) -> str:
-        """Returns the signature of a name and its expiry."""
-        return hmac.new(self._secret, f"{expires} {name}".encode(), hashlib.sha256).hexdigest()
+    def sign(self, name: str, owner: str | None, expires: int) -> str:
+        """Returns the signature of a name, its owner and its expiry."""
+        return hmac.new(self._secret, f"{expires} {owner or ''} {name}".encode(), hashlib.sha256).hexdigest()
 
-    def is_valid(self, name: str, expires: str, signature: str) -> bool:
+    def is_valid(self, name: str, owner: str | None, expires: str, signature: str) -> bool:
         """Returns whether the signature is correct and has not expired."""
         if not (expires.isascii() and expires.isdecimal() and len(expires) < 20):
             return False
-        right = hmac.compare_digest(signature.encode(), self.sign(name, int(expires)).encode())
+        right = hmac.compare_digest(signature.encode(), self.sign(name, owner, int(expires)).encode())
         return right and time.time() < int(expires)
 
 

@@ -78,7 +78,7 @@ def result_endpoint(submit: Submit) -> Endpoint:
 
 async def retrieve_future(request: Request) -> Response:
     body = await read(request, rq.RetrieveFutureRequest)
-    return await _result(request, trainer_of(request).scheduler.find(body.request_id))
+    return await _result(request, trainer_of(request).jobs.find(body.request_id))
 
 
 async def _result(request: Request, job: Job) -> Response:
@@ -201,7 +201,7 @@ async def wait_until_done(job: Job, trainer: EmbeddedTrainer, seconds: float | N
     if not job.future.done():
         woken, wake = _wake_event()
         job.future.add_done_callback(wake)
-        with trainer.wake_on_close(wake), suppress(TimeoutError):
+        with trainer.closing.waking(wake), suppress(TimeoutError):
             await asyncio.wait_for(woken.wait(), LONG_POLL_SECONDS if seconds is None else seconds)
     return job.future.done()
 
@@ -211,10 +211,11 @@ async def retrieve_futures(request: Request) -> Response:
     body = await read(request, rq.RetrieveFuturesRequest)
     seconds = LONG_POLL_SECONDS if body.timeout is None else min(body.timeout, LONG_POLL_SECONDS)
     trainer = trainer_of(request)
+    trainer.registry.session(body.target.sampling_session_id.partition(":")[0])
     completions = trainer.sampling.completions
     target = body.target.sampling_session_id, body.target.cloned_sampler_id
     woken, wake = _wake_event()
-    with completions.wake_on_finish(target, wake), trainer.wake_on_close(wake), suppress(TimeoutError):
+    with completions.wake_on_finish(target, wake), trainer.closing.waking(wake), suppress(TimeoutError):
         if not (completed := completions.after(target, body.prev_cursor)):
             await asyncio.wait_for(woken.wait(), seconds)
             completed = completions.after(target, body.prev_cursor)

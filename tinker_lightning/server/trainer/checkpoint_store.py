@@ -13,6 +13,7 @@ may share a root.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -20,7 +21,7 @@ import re
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
+from typing import TYPE_CHECKING, BinaryIO, Literal, Self, get_args
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.engine.interface import AdapterWeights
+from tinker_lightning.server.keys import Owner
 from tinker_lightning.types import LoraConfig
 from tinker_lightning.wire import folders
 from tinker_lightning.wire import json as wire_json
@@ -105,6 +107,7 @@ class CheckpointSummary:
     format: int = 1
     token_budget: int | None = None
     encrypted: bool = False
+    owner: str | None = None  # the name of the key that saved it
 
     @property
     def path(self) -> TinkerPath:
@@ -173,12 +176,22 @@ class Encryption:
 
 
 class CheckpointStore:
-    """The checkpoints in a folder. All methods are thread-safe."""
+    """The checkpoints in a folder. All methods are thread-safe.
+
+    The checkpoints of other owners are not found, with the error of a path that does not exist.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.owner = Owner()
         # Serializes operations that read a checkpoint and then change it. Other processes are isolated by renames only.
         self._lock = threading.RLock()
+
+    def owned_by(self, owner: Owner) -> Self:
+        """Returns a view that has the checkpoints of an owner only, and shares everything else."""
+        view = copy.copy(self)
+        view.owner = owner
+        return view
 
     def save(
         self,
@@ -224,6 +237,7 @@ class CheckpointStore:
                     user_metadata=user_metadata,
                     token_budget=token_budget,
                     encrypted=encryption is not None,
+                    owner=self.owner.name,
                 )
                 _write_summary(part, summary)
         except FileExistsError as error:
@@ -234,6 +248,8 @@ class CheckpointStore:
         """Returns the summary of a checkpoint. An expired checkpoint is removed and raises `NotFound`."""
         folder = self._folder(path)
         summary = _read_summary(path, folder)
+        if not self.owner.owns(summary.owner):
+            raise _not_found(path)
         if not summary.is_expired:
             return summary
         with self._lock:
@@ -346,7 +362,11 @@ def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
             continue  # being overwritten
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
-    raise NotFound(f"{path}: there is no such checkpoint")
+    raise _not_found(path)
+
+
+def _not_found(path: TinkerPath) -> NotFound:
+    return NotFound(f"{path}: there is no such checkpoint")
 
 
 def _write_summary(folder: Path, summary: CheckpointSummary) -> None:

@@ -351,6 +351,10 @@ class ModelJobs:
         """Returns the job that was submitted with this number, if its result is still kept."""
         return self._scheduler.get(f"{model_id}:{number}")
 
+    def find(self, request_id: str) -> Job:
+        """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped."""
+        return self._scheduler.find(request_id, self._registry.owns)
+
     def skip(self, model_id: str, number: int) -> None:
         """Marks the number of a rejected request as skipped, because the client continues with the next one."""
         if self._registry.has_model(model_id):

@@ -218,7 +218,8 @@ class Training:
         """Saves an uploaded adapter for a day. The same adapter has the same path."""
         self._registry.session(request.session_id, must_be_open=True)
         base_model = self._catalog.resolve(request.base_model)
-        about = f"{base_model}/{request.scaling!r}/".encode()
+        owner = self._store.owner.name
+        about = f"{'' if owner is None else f'{owner}/'}{base_model}/{request.scaling!r}/".encode()
         digest = hashlib.blake2b(about + request.weights, digest_size=8).hexdigest()
         path = TinkerPath(f"import-{digest}", "sampler_weights", "adapter")
 

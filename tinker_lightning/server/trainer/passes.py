@@ -230,8 +230,10 @@ class Passes:
         The result has metrics only, because the client has the log-probabilities already.
 
         Raises:
+            NotFound: If there is no such model.
             NotRetained: If the forward is no longer kept. The number is not used up then.
         """
+        self._registry.model(request.model_id)
         earlier = self._jobs.get(request.model_id, request.seq_id)
         if earlier is not None:
             return earlier

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 from tinker_lightning.errors import InvalidInput, MemoryLimitExceeded, NotFound, RequestConflict
 from tinker_lightning.server.engine.interface import Adapter, AdapterWeights, BaseModel
+from tinker_lightning.server.keys import Owner
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import Charge, MemoryBudget, format_size
 from tinker_lightning.types import LoraConfig
@@ -68,6 +70,7 @@ class ClientSession:
 
     session_id: str
     metadata: Metadata
+    owner: str | None = None  # the name of the key that created it
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
@@ -122,9 +125,14 @@ class Sampler:
 
 
 class Registry:
-    """Sessions, models and samplers by id. All methods are thread-safe."""
+    """Sessions, models and samplers by id. All methods are thread-safe.
+
+    The id of every object begins with the id of its session, to whose owner it belongs. The objects of other owners are
+    not found, with the error of an id that does not exist.
+    """
 
     def __init__(self, memory: MemoryBudget) -> None:
+        self.owner = Owner()
         self._memory = memory
         self._charge = memory.charge("the weights of samplers", 0, "weights")
         self._lock = threading.Lock()
@@ -133,12 +141,30 @@ class Registry:
         self._samplers: dict[str, Sampler] = {}
         self._clones: Counter[str] = Counter()
 
+    def owned_by(self, owner: Owner) -> Self:
+        """Returns a view that has the objects of an owner only, and shares everything else."""
+        view = copy.copy(self)
+        view.owner = owner
+        return view
+
+    def owns(self, object_id: str) -> bool:
+        """Returns whether the session with which the id of an object begins belongs to the owner of this view."""
+        if self.owner.name is None:
+            return True
+        session = self._sessions.get(object_id.partition(":")[0])
+        return session is not None and self.owner.owns(session.owner)
+
+    def owner_of(self, session_id: str | None) -> str | None:
+        """Returns the name of the key that created a session."""
+        session = self._sessions.get(session_id or "")
+        return None if session is None else session.owner
+
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
         """Creates a session; raises `InvalidInput` if its metadata is too large."""
         metadata = Metadata(self._memory, "session", user_metadata=user_metadata, display_name=display_name)
-        session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", metadata)
+        session = ClientSession(f"session-{uuid.uuid4().hex[:16]}", metadata, self.owner.name)
         with self._lock:
             self._sessions[session.session_id] = session
             if len(self._sessions) > MAX_SESSIONS:
@@ -159,7 +185,7 @@ class Registry:
     def session(self, session_id: str, *, must_be_open: bool = False) -> ClientSession:
         """Returns the session with this id; raises `InvalidInput` if it must be open but is finished."""
         session = self._sessions.get(session_id)
-        if session is None:
+        if session is None or not self.owns(session_id):
             raise NotFound(
                 f"session_id: there is no session {session_id!r}: it has ended, or the server was restarted. Open "
                 "another with create_session, or create a new client"
@@ -171,7 +197,7 @@ class Registry:
     def sessions(self) -> list[ClientSession]:
         """Returns all sessions since the server started."""
         with self._lock:
-            return list(self._sessions.values())
+            return [session for session in self._sessions.values() if self.owner.owns(session.owner)]
 
     def add_model(self, model: Model) -> Model:
         """Adds a model, or returns the existing one with its id."""
@@ -185,19 +211,19 @@ class Registry:
 
     def has_model(self, model_id: str) -> bool:
         """Returns whether a model with this id was created, even if it has been unloaded."""
-        return model_id in self._models
+        return model_id in self._models and self.owns(model_id)
 
     def model(self, model_id: str) -> Model:
         """Returns the model with this id; raises `NotFound` if there is none."""
         model = self._models.get(model_id)
-        if model is None:
+        if model is None or not self.owns(model_id):
             raise NotFound(f"model_id: there is no model {model_id!r}; call create_model first")
         return model
 
     def models(self) -> list[Model]:
         """Returns all models since the server started."""
         with self._lock:
-            return list(self._models.values())
+            return [model for model in self._models.values() if self.owns(model.model_id)]
 
     def add_sampler(self, session_id: str, sampler: Sampler) -> Sampler:
         """Adds a sampler, or returns the existing one with its id; raises `RequestConflict` if that is another one."""
@@ -250,7 +276,7 @@ class Registry:
     def sampler(self, sampler_id: str) -> Sampler:
         """Returns the sampler with this id; raises `NotFound` if there is none, or if it was evicted."""
         with self._lock:
-            sampler = self._samplers.pop(sampler_id, None)
+            sampler = self._samplers.pop(sampler_id, None) if self.owns(sampler_id) else None
             if sampler is not None:
                 self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
         if sampler is None:

@@ -226,7 +226,7 @@ class Sampling:
 
     def cancel(self, request_id: str) -> None:
         """Cancels a sampling job, before it starts or at its next token."""
-        job = self._scheduler.find(request_id)
+        job = self._scheduler.find(request_id, self._registry.owns)
         if job.kind != "sample":
             raise InvalidInput(f"request_id: {request_id} is a {job.kind}; only sampling can be cancelled")
         job.cancelled = True

@@ -15,6 +15,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
@@ -49,13 +50,14 @@ class Scheduler:
     fetched_retention: float = FETCHED_RETENTION
     finished_retention: float = FINISHED_RETENTION
     memory: MemoryBudget | None = None
+    key_of: Callable[[str | None], str | None] = lambda _: None  # the API key that a session belongs to
 
     def __post_init__(self) -> None:
         self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
         self._next_cleaning = 0.0
         self._jobs: dict[str, Job] = {}
         self._queues: dict[str, JobQueue] = {}
-        self._ready = FairQueue()
+        self._ready = FairQueue(key_of=self.key_of)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -145,11 +147,13 @@ class Scheduler:
                 self._ready.add(entry.release())
                 self._changed.notify_all()
 
-    def find(self, request_id: str) -> Job:
-        """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped."""
-        with self._changed:
-            job = self._jobs.get(request_id)
-        if job is None:
+    def find(self, request_id: str, owns: Callable[[str], bool] = lambda _: True) -> Job:
+        """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped.
+
+        The same error is raised for a job that is not the caller's own.
+        """
+        job = self.get(request_id)
+        if job is None or not owns(request_id):
             raise NotFound(f"request_id {request_id!r} is unknown, or its result has expired")
         return job
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 import os
 import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tinker_lightning.server.engine.interface import BaseModel, Engine
+    from tinker_lightning.server.keys import Owner
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -83,20 +86,34 @@ class EmbeddedTrainer:
 
         self.catalog = engine(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
         self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
-        self.registry = Registry(memory)
-        self.scheduler = Scheduler(gap_timeout, memory=memory)
+        self.registry = self._all = Registry(memory)
+        self.scheduler = Scheduler(gap_timeout, memory=memory, key_of=self.registry.owner_of)
         self.losses = LossRegistry(allow_pickled_losses, memory)
         self.retained = RetainedForwards(memory)
-        self.jobs = ModelJobs(self.registry, self.scheduler)
-        self.passes = Passes(self.jobs, self.registry, self.losses, self.retained, memory)
-        self.training = Training(
-            self.jobs, self.registry, self.catalog, self.store, self.scheduler, self.retained, memory
-        )
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, memory, sampling_seed)
-        self._closing = False
-        self._waiters: set[Callable[[], object]] = set()
+        self._connect()
+        self.closing = Closing()
         # Calling close() is optional: the thread stops when the trainer is garbage-collected or the interpreter exits.
         weakref.finalize(self, self.scheduler.close, _EXIT_GRACE)
+
+    def _connect(self) -> None:
+        """Creates the parts that look objects up in the registry and the store."""
+        self.jobs = ModelJobs(self.registry, self.scheduler)
+        self.passes = Passes(self.jobs, self.registry, self.losses, self.retained, self.memory)
+        self.training = Training(
+            self.jobs, self.registry, self.catalog, self.store, self.scheduler, self.retained, self.memory
+        )
+
+    def owned_by(self, owner: Owner) -> Self:
+        """Returns a view of this trainer that finds the objects of one owner only; others do not exist for it.
+
+        Everything else is shared. Endpoints get such a view, so that they cannot reach another owner's objects.
+        """
+        view = copy.copy(self)
+        view.registry, view.store = self.registry.owned_by(owner), self.store.owned_by(owner)
+        view.sampling = dataclasses.replace(self.sampling, _registry=view.registry, _store=view.store)
+        view._connect()
+        return view
 
     def charge_process(self) -> None:
         """Charges the memory of this process in addition to its models, for a process that does nothing but serve."""
@@ -108,20 +125,30 @@ class EmbeddedTrainer:
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
         """Creates a session, and finishes sessions whose clients have stopped sending heartbeats."""
-        for session in self.registry.sessions():
+        for session in self._all.sessions():
             beat = session.last_heartbeat
             if not session.finished and beat is not None and time.monotonic() - beat > HEARTBEAT_TIMEOUT:
                 logger.warning("finishing %s: no heartbeat for %.0f min", session.session_id, HEARTBEAT_TIMEOUT / 60)
-                self.finish_session(session.session_id)
+                self._finish(session)
         return self.registry.open_session(user_metadata, display_name)
 
     def finish_session(self, session_id: str) -> None:
         """Finishes a session. Its memory is freed after its pending jobs."""
-        session = self.registry.session(session_id)
+        self._finish(self.registry.session(session_id))
+
+    def finish_sessions(self, owner: str) -> None:
+        """Finishes the sessions of an owner whose key was removed."""
+        for session in self._all.sessions():
+            if session.owner == owner and not session.finished:
+                logger.warning("finishing %s: the key %s was removed", session.session_id, owner)
+                self._finish(session)
+
+    def _finish(self, session: ClientSession) -> None:
         session.finished = True
+        session_id = session.session_id
 
         def free() -> None:
-            self.registry.free(session)
+            self._all.free(session)
             self.losses.free(session_id)
             self.scheduler.finish(session_id)
             for model_id in session.models:
@@ -130,26 +157,34 @@ class EmbeddedTrainer:
         job = Job(f"{session_id}:finish", "finish", free, owner=session_id, session=session_id)
         self.scheduler.submit(job, frees_memory=True)
 
+    def close(self, timeout: float = 30.0) -> None:
+        """Stops the trainer after the running job. Checkpoints are kept."""
+        self.closing.announce()
+        self.scheduler.close(timeout)
+
+
+class Closing:
+    """Wakes requests that wait for a result when their trainer closes, so that a server stops without delay."""
+
+    def __init__(self) -> None:
+        self._is_announced = False
+        self.waiters: set[Callable[[], object]] = set()
+
     @contextmanager
-    def wake_on_close(self, wake: Callable[[], object]) -> Iterator[None]:
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
         """Calls `wake`, from any thread, if the trainer closes during the `with` block or is already closed."""
-        self._waiters.add(wake)
+        self.waiters.add(wake)
         try:
-            if self._closing:
+            if self._is_announced:
                 wake()
             yield
         finally:
-            self._waiters.discard(wake)
+            self.waiters.discard(wake)
 
-    def announce_close(self) -> None:
-        """Wakes all requests that wait for a result, so that a server can stop without delay."""
+    def announce(self) -> None:
+        """Wakes all waiters."""
         # No lock, because signal handlers call this too and may interrupt the thread that holds it. A waiter is added
         # before the flag is checked, so it either sees the flag or is woken here.
-        self._closing = True
-        for wake in list(self._waiters):
+        self._is_announced = True
+        for wake in list(self.waiters):
             wake()
-
-    def close(self, timeout: float = 30.0) -> None:
-        """Stops the trainer after the running job. Checkpoints are kept."""
-        self.announce_close()
-        self.scheduler.close(timeout)
