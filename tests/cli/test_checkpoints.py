@@ -108,8 +108,9 @@ def test_a_file_that_torch_takes_for_instructions_is_one_message(
     (tmp_path / "run.yaml").write_text("seed_everything: 0\nmodel:\n")
     for command in (["chat", f"{tmp_path}/run.yaml"], ["export", f"{tmp_path}/run.yaml", "x"]):
         assert cli.main(command) == 2
-        assert (
-            capsys.readouterr().err == f"tinker-lightning: {tmp_path}/run.yaml is not a checkpoint file of Lightning\n"
+        assert capsys.readouterr().err == (
+            f"tinker-lightning: {tmp_path}/run.yaml cannot be read as a checkpoint: it is not a file of torch.save. If "
+            "it is damaged or incomplete, load another checkpoint.\n"
         )
 
 
@@ -125,14 +126,14 @@ def test_a_checkpoint_with_objects_names_their_classes(tmp_path: Path, capsys: p
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("notes.txt", "not of torch")
     assert cli.main(["export", str(file), "x"]) == 2
-    assert capsys.readouterr().err == f"tinker-lightning: {file} is not a checkpoint file of Lightning\n"
+    assert capsys.readouterr().err.startswith(f"tinker-lightning: {file} cannot be read as a checkpoint: ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["export", "none.ckpt", "x"], "there is no checkpoint file none.ckpt"),
-        (["export", __file__, "x"], "is not a checkpoint file of Lightning"),
+        (["export", __file__, "x"], "cannot be read as a checkpoint: it is not a file of torch.save"),
         (["export", "tiny", "x"], "tiny is neither a checkpoint file nor a tinker:// path"),
         (["export", "tinker://nonsense", "x"], "tinker-lightning: 'tinker://nonsense' is not of the form tinker://"),
         (["checkpoints", "delete", "x"], "is not the path of a checkpoint. `tinker-lightning checkpoints list` lists"),

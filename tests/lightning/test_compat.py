@@ -17,6 +17,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import wrapper as plugin_wrappers
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 from torchmetrics import MeanMetric
@@ -133,8 +135,8 @@ def found() -> set[str]:
             results = _compat.TRAIN_RESULTS.get(trainer)
             logged = next(iter(results.values()))
             objects: list[Any] = [trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), MeanMetric()]
-            objects += [results, logged, RichProgressBar()]
-            own = {"launchers": launchers, "Closure": Closure}
+            objects += [results, logged, RichProgressBar(), AsyncCheckpointIO()]
+            own = {"launchers": launchers, "plugin_wrappers": plugin_wrappers, "Closure": Closure}
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
 

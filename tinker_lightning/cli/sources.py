@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,22 +57,9 @@ class Source:
 
     @classmethod
     def _from_file(cls, file: Path) -> Source:
-        import torch
+        from tinker_lightning.lightning.checkpoint import contents, files
 
-        from tinker_lightning.lightning.checkpoint import contents
-
-        try:
-            content: Any = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # torch raises many kinds of errors for arbitrary bytes
-            is_pickle = isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(file)
-            if is_pickle and (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file)):
-                raise InvalidInput(
-                    f"{file} contains objects that cannot be loaded safely: {', '.join(unsafe)}. Save hyperparameters "
-                    "as plain values, such as str(path)."
-                ) from error
-            raise InvalidInput(f"{file} is not a checkpoint file of Lightning") from error
+        content = files.read(file)
         path = contents.state_in(content, file).path
         return cls(path=path, base_url=content.get("hyper_parameters", {}).get("base_url"))
 

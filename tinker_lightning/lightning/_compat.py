@@ -17,6 +17,7 @@ import torch
 from lightning import __version__
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins.io import wrapper as plugin_wrappers
 from lightning.pytorch.strategies import launchers
 from packaging.version import Version
 from torch import Tensor
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.plugins import Precision
 
 
@@ -140,6 +142,9 @@ CUMULATED_BATCH_SIZE = Private("_ResultMetric", "cumulated_batch_size")
 FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 
 TRAIN_DESCRIPTION = Private("RichProgressBar", "_get_train_description")
+
+WRAPPING_PLUGIN = Private("plugin_wrappers", "_WrappingCheckpointIO")
+WRAPPED_PLUGIN = Private("_WrappingCheckpointIO", "_checkpoint_io")
 
 PRINTED_WARNINGS = Private("Closure", "warning_cache")
 
@@ -262,6 +267,14 @@ def when_selected(trainer: pl.Trainer, call: Callable[[Any], None]) -> None:
         return path
 
     SELECT_CHECKPOINT.set(trainer, wrapper)
+
+
+def nested_plugins(plugin: CheckpointIO) -> list[CheckpointIO]:
+    """Returns a plugin for files and the plugins that it wraps, the outermost first."""
+    nested: list[Any] = [plugin]
+    while isinstance(nested[-1], WRAPPING_PLUGIN.get(plugin_wrappers)):
+        nested.append(nested[-1].checkpoint_io)
+    return nested
 
 
 _IS_CHECKED = "_checked_by_tinker_lightning"

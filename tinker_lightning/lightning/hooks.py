@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tinker_lightning.errors import LossWithoutGradient, TinkerLightningError, Unsupported
 from tinker_lightning.lightning import _compat, checks, logged_rows, wandb_runs
-from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.checkpoint import contents, files
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
 from tinker_lightning.lightning.session import LAST_WAIT
@@ -74,7 +74,8 @@ class RemoteHooks(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Checks the trainer with the callbacks of `configure_callbacks`, and hides API keys from them."""
+        """Checks the trainer with the callbacks of `configure_callbacks`, hides API keys from them, secures files."""
+        files.secure(trainer.strategy)
         self._module.decide_deferral()
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_keys)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import os
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from tinker_lightning.client import connect, models
 from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.checkpoint import files
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import tokens_of
 from tinker_lightning.remote.lm import RemoteLM
@@ -24,12 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    import torch
-
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.remote.saved_state import SavedState
     from tinker_lightning.remote.window import RemoteModel
     from tinker_lightning.types import SamplingParams, WeightsInfoResponse
+
+# Lightning's `classmethod` that raises if it is called on an instance, whose weights it would not change.
+if TYPE_CHECKING:
+    _classmethod = classmethod
+else:
+    _classmethod = type(inspect.getattr_static(pl.LightningModule, "load_from_checkpoint"))
 
 # How many seconds a run that is ending waits for the server.
 LAST_WAIT = 5.0
@@ -91,6 +99,42 @@ class SessionModule(pl.LightningModule):
         if trainer and trainer.lightning_module is self and trainer.state.status == TrainerStatus.RUNNING:
             _ = self.lm.backend
         return super().state_dict(*args, **kwargs)
+
+    @_classmethod
+    @override
+    def load_from_checkpoint(
+        cls,  # noqa: N805 for the decorator
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Creates a module from a checkpoint file, by its path, its URL, or opened for reading.
+
+        Args:
+            checkpoint_path: The file.
+            map_location: The device of its tensors, as for `torch.load`.
+            hparams_file: A file with hyperparameters that replace those of the checkpoint.
+            strict: Whether the keys of the state dict must be those of the module.
+            weights_only: False also rebuilds objects, which can run any code. None means True for every kind of file.
+            **kwargs: Constructor arguments that the file does not have, or that replace its own.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            InvalidInput: If the file is damaged, or contains anything but tensors and plain data.
+        """
+        load = super().load_from_checkpoint
+        content: Any = files.read(checkpoint_path, map_location or "cpu", weights_only)
+        if weights_only is not False:
+            content = files.with_plain_arguments(content, cls, kwargs)
+        elif "weights_only" in inspect.signature(load).parameters:  # otherwise Lightning 2.5, which rebuilds objects
+            kwargs["weights_only"] = False
+        copy = io.BytesIO()  # Lightning cannot load what was read already
+        torch.save(content, copy)
+        copy.seek(0)
+        return load(copy, map_location, hparams_file, strict, **kwargs)
 
     def delete_state(self, path: str) -> None:
         """Deletes a saved state on the server, if it exists."""

@@ -15,9 +15,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning import _compat, checks, wandb_runs
-from tinker_lightning.lightning.checkpoint import contents, loop_position
+from tinker_lightning.lightning.checkpoint import contents, files, loop_position
 from tinker_lightning.lightning.checkpoint.contents import BatchSnapshot
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
@@ -208,6 +208,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
         Deletes the remote states of a file that is overwritten, or the new ones if the file cannot be written.
         """
+        files.secure(self)
         module, trainer = self._module, self._trainer
         if isinstance(module, RemoteModule):  # whose own hook may be overridden without super()
             contents.add_section(checkpoint, module)
@@ -257,18 +258,19 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; raises `InvalidInput` if it is damaged. The position is restored when training starts."""
-        # Lightning 2.5 does not have the argument.
-        options = {} if weights_only is None else {"weights_only": weights_only}
+        """Reads a checkpoint as `files.read` does. The position is restored when training starts."""
+        files.secure(self)
+        # A user's plugin may not have the argument, because Lightning 2.5 does not pass it.
+        *_, plugin = _compat.nested_plugins(self.checkpoint_io)
+        has_argument = is_param_in_hook_signature(plugin.load_checkpoint, "weights_only")
+        options = {"weights_only": weights_only is not False} if has_argument else {}
         try:
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)
-        except Exception as error:  # the type depends on where the file is damaged
-            if isinstance(error, OSError) and str(checkpoint_path) in str(error):
+            checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
+        except Exception as error:  # of a user's plugin
+            is_worded = isinstance(error, OSError) and str(checkpoint_path) in str(error)
+            if is_worded or isinstance(error, TinkerLightningError):
                 raise
-            raise InvalidInput(
-                f"{checkpoint_path} cannot be read as a checkpoint: {type(error).__name__}: {error}. If it is damaged "
-                "or incomplete, load another checkpoint."
-            ) from error
+            raise files.unreadable(checkpoint_path, error) from error
         module, trainer = self._module, self._trainer
         # A search for a learning rate in the middle of a fit restores the loops itself.
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not self._depth:

@@ -1,4 +1,4 @@
-"""Folders that are created, replaced and removed atomically, even if the process is killed.
+"""Folders and files that are created, replaced and removed atomically, even if the process is killed.
 
 A new folder is filled under a temporary name next to its destination and then renamed. A folder that is overwritten is
 first renamed to a backup name; if the process dies before the new folder is in place, the next reader restores the
@@ -11,16 +11,22 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+if sys.platform != "win32":
+    import fcntl
+
 LEFTOVERS = (".part-", ".gone-")
 _BACKUP_PREFIX = ".old-"
+_FILE_PREFIX = ".writing-"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY)
 _LEFTOVER_SECONDS = 86400.0
 # How often a write is retried if another process writes the same folder at the same time.
@@ -62,6 +68,76 @@ def remove_folder(folder: Path) -> None:
     """Removes a folder if it exists."""
     _discard(_backup(folder))  # first, because the backup would be restored otherwise
     _discard(folder)
+
+
+def replace_file(file: Path, content: bytes | memoryview) -> None:
+    """Writes a file atomically: under a temporary name next to it, then synced and renamed.
+
+    The temporary file is locked, so that `clear_parts` knows when the process that writes it has ended.
+
+    Raises:
+        OSError: If the file cannot be written, of the kind that the system reports. A file that existed is unchanged.
+    """
+    part: Path | None = None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part, descriptor = _new_part(file.parent)
+        with os.fdopen(descriptor, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(descriptor)
+            if sys.platform != "win32":
+                part.replace(file)
+        if sys.platform == "win32":  # Windows only renames closed files
+            part.replace(file)
+        sync(file.parent)
+    except OSError as error:
+        raise _not_written(file, len(content), error) from error
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+
+
+def clear_parts(folder: Path) -> None:
+    """Removes the temporary files of `replace_file` that killed processes have left in a folder."""
+    for part in folder.glob(f"{_FILE_PREFIX}*"):
+        with contextlib.suppress(OSError), part.open("rb") as opened:  # removed or locked by another process
+            is_old = part.stat().st_mtime < time.time() - _LEFTOVER_SECONDS
+            if _lock(opened.fileno(), wait=False) or is_old:
+                part.unlink()
+
+
+def _not_written(file: Path, size: int, error: OSError) -> OSError:
+    """Returns an error of the same kind with the size of the file, and how much space is free."""
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", and {shutil.disk_usage(file.parent).free:,} are free"
+    return OSError(
+        error.errno,
+        f"{file} could not be written: {error.strerror}. It needs {size:,} bytes{free}. Make room, or choose another "
+        "folder. What was written before is unchanged.",
+    )
+
+
+def _new_part(folder: Path) -> tuple[Path, int]:
+    while True:
+        part = folder / f"{_FILE_PREFIX}{uuid.uuid4().hex[:12]}"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        _lock(descriptor, wait=True)
+        if part.exists():  # otherwise another process has removed it before it was locked
+            return part, descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Locks a file until it is closed or its process ends; returns False where or while that is not possible."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
 
 
 def original_path(folder: Path) -> Path:
