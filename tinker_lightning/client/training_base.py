@@ -364,7 +364,7 @@ class BaseTrainingClient:
     def _submit_custom(
         self, data: list[Any], datums: list[Datum], evaluate: Evaluate
     ) -> TinkerFuture[ForwardBackwardOutput]:
-        loss = CustomLoss(self.model_id, data, datums, evaluate)
+        loss = CustomLoss(data, datums, evaluate)
         return self.unread.add(self._queue.submit(f"forward_backward_custom of {self.model_id}", loss))
 
 

@@ -6,15 +6,14 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from typing_extensions import override
 
-from tinker_lightning.client.dialects.surrogate import times
 from tinker_lightning.client.futures import TinkerFuture
-from tinker_lightning.errors import InvalidLoss, OperationFailed, TinkerLightningError
+from tinker_lightning.errors import InvalidLoss, OperationFailed
 from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.losses.regularizers.composition import as_regularizers
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tinker_lightning.client.passes.queue import PassQueue
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.losses.custom import Evaluation, LossFn
     from tinker_lightning.losses.regularizers.composition import Regularizer
 
     Evaluate: TypeAlias = Callable[[list[Any], list[Tensor]], Evaluation]
+    Advance: TypeAlias = Callable[["PendingPass", float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +38,26 @@ class CustomLoss:
     """A custom loss of one call.
 
     Args:
-        model_id: The model, for errors.
         data: The datums as the caller passed them, which the loss receives.
         datums: The same datums in our type.
         evaluate: Runs the loss and its backward.
     """
 
-    model_id: str
     data: list[Any]
     datums: list[Datum]
     evaluate: Evaluate
 
 
 class PendingPass(TinkerFuture[ForwardBackwardOutput]):
-    """The result of a pass that is not sent yet.
+    """A pass that is not sent yet: the future of its result, and the data that a queue needs to send it.
 
-    For a custom loss, `.result()`, `await`, or the client's next step or save evaluates the loss on the calling thread
-    and sends the pass. So N calls in a row wait for the network once. A pass that is held for its step costs a forward
-    of its own if its result is read before.
+    For a custom loss, `.result()`, `await`, or the client's next step or save makes the queue evaluate the loss on the
+    calling thread and send the pass. So N calls in a row wait for the network once. A pass that is held for its step
+    costs a forward of its own if its result is read before.
 
     Args:
         operation: The call, for errors.
-        queue: Sends the pass.
+        advance: Does what the result waits for, within a number of seconds; a queue's method.
         forward: The forward of a custom loss, which was sent.
         loss: The custom loss.
         request: The pass, if it is held and has no custom loss.
@@ -69,112 +66,68 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
     def __init__(
         self,
         operation: str,
-        queue: PassQueue,
+        advance: Advance,
         forward: TinkerFuture[ForwardBackwardOutput] | None = None,
         loss: CustomLoss | None = None,
         request: ServerPass | None = None,
     ) -> None:
-        self._settled: concurrent.futures.Future[ForwardBackwardOutput] = concurrent.futures.Future()
-        self._settled.set_running_or_notify_cancel()
-        super().__init__(self._settled, operation)
-        self._queue: PassQueue | None = queue
-        self._loss = loss
-        self._request = request
-        self._evaluation: Evaluation | None = None
-        self._leaves: list[Tensor] = []
-        self._sent = False
-        self._lock = threading.RLock()
-        self._forward: TinkerFuture[ForwardBackwardOutput] | None = None
+        super().__init__(concurrent.futures.Future(), operation)
+        self._source.set_running_or_notify_cancel()
+        self.state: Literal["forwarded", "evaluated", "sent", "dropped"] = "evaluated" if request else "forwarded"
+        self.forward = forward
+        # None as soon as they are not needed: a future may be kept for long, and should not keep datums or the client.
+        self.advance: Advance | None = advance
+        self.loss = loss
+        self.leaves: list[Tensor] | None = None
+        self.evaluation: Evaluation | None = None
+        self.request = request
+        self.lock = threading.RLock()
         if forward is not None:
             # Without a forward there will be no loss: the next use of the client raises the failure.
-            self._forward = forward.then(lambda output: output)
-            self._forward._source.add_done_callback(self._settle_failure)
+            forward._source.add_done_callback(self.settle_failure)
 
     @property
     @override
     def is_sent(self) -> bool:
-        return self._sent
+        return self.state in ("sent", "dropped")
 
     @property
     @override
     def is_held(self) -> bool:
-        return self._request is not None and not (self._sent or self.failed)
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the pass is known: nothing but the step is missing."""
-        return self._request is not None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing is left to do for a step: the pass was sent, or its failure was read."""
-        return self._sent or (self.failed and self.was_read)
+        return self.state == "evaluated" and not self.failed
 
     @property
     def sequences(self) -> int:
         """The number of sequences of a pass that is held."""
-        return len(self._request.data) if self._request is not None else 0
+        return len(self.request.data) if self.request is not None else 0
 
-    def evaluate(self, timeout: float | None = None) -> None:
-        """Waits for the log-probabilities and runs the loss; a failure becomes the future's outcome."""
-        if self._forward is None:
-            return
-        self._forward.wait(timeout)
-        with self._lock:
-            loss = self._loss
-            if self._settle_failure(self._forward._source) or loss is None or self._evaluation is not None:
-                return
-            try:
-                self._leaves = custom.logprob_leaves(self._forward.result(), loss.datums)
-                self._evaluation = loss.evaluate(loss.data, self._leaves)
-            except Exception as error:
-                if isinstance(error, TinkerLightningError) and error.operation is None:
-                    error.operation, error.model_id = "forward_backward_custom", loss.model_id
-                self._fail(error)
+    def abandon(self, reason: str) -> None:
+        """Drops the pass; a result that comes from its forward stays valid."""
+        with self.lock:
+            if self.loss is not None or self.forward is None:
+                if self.done():
+                    return
+                self.was_read = True  # whoever waits for the result gets the reason
+                self.fail(OperationFailed(f"{self.operation}: {reason}"))
+            self.state, self.advance = "dropped", None
 
-    def send(self) -> None:
-        """Sends the pass of an evaluated loss, or leaves it to the step."""
-        with self._lock:
-            evaluation, loss, queue, forward = self._evaluation, self._loss, self._queue, self._forward
-            if evaluation is None or loss is None or queue is None or forward is None or self.failed:
-                return
-            output = forward.result()
-            try:
-                request = queue.prepare_gradient(loss.datums, evaluation.gradients, self._leaves, output.retained)
-                backward = queue.follow(self, request)
-            except Exception as error:
-                self._fail(error)
-                return
-            self._sent = backward is not None  # not earlier: what an interrupt prevented is sent by the next step
-            # A future may be kept for long; it no longer needs the datums or the client.
-            self._loss, self._leaves, self._queue = None, [], None
-        # A held pass is sent with the step, which raises its failure; the loss and its log-probabilities are known.
-        passed = forward if backward is None else backward
-        merged = passed.then(lambda result: custom.add_loss_metrics(_with_logprobs(result, output), evaluation))
-        merged._source.add_done_callback(self._settle)
+    def settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
+        """Takes the result of a request, or its failure."""
+        if not self.settle_failure(source):
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                self._source.set_result(source.result())
 
-    def hold(self, request: ServerPass) -> None:
-        """Leaves the pass of an evaluated loss to the step."""
-        self._request = request
+    def settle_failure(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> bool:
+        """Takes the failure of a request; returns whether there is one."""
+        error = source.exception()
+        if error is not None:
+            self.fail(error)
+        return error is not None
 
-    def claim(self, window: int) -> ServerPass:
-        """Returns the held pass, which is sent now; from here on, waiting sends no forward.
-
-        Args:
-            window: The number of sequences by which the server divides.
-        """
-        with self._lock:
-            assert self._request is not None  # noqa: S101 only evaluated passes are held
-            self._sent, self._queue = True, None
-            return replace(self._request, data=times(self._request.data, window))
-
-    def settle_from(self, backward: TinkerFuture[ForwardBackwardOutput]) -> bool:
-        """Takes the result of the pass that was sent; returns whether it was already read from a forward."""
-        self._request = None  # a future may be kept for long, and needs its datums no more
-        if self._forward is not None:
-            return True
-        backward._source.add_done_callback(self._settle)
-        return False
+    def fail(self, error: BaseException) -> None:
+        """Takes a failure, unless there is a result."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._source.set_exception(error)
 
     @override
     def finish(self) -> bool:
@@ -183,84 +136,30 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
             return False
         return super().finish()
 
-    def abandon(self, reason: str) -> None:
-        """Settles a held pass that is never sent; what was already read from a forward stays valid."""
-        with self._lock:
-            self._sent, self._queue = True, None
-            if self._forward is None:
-                self.was_read = True  # whoever waits for the result gets the reason
-                self._fail(OperationFailed(f"{self.operation}: {reason}"))
-
-    def abandon_loss(self) -> None:
-        """Settles a custom loss that is not sent, because another one of the same step failed."""
-        with self._lock:
-            if self._sent or self.done():
-                return
-            self.was_read = True  # the other loss's failure is the one that is raised
-            self._fail(
-                OperationFailed(
-                    f"{self.operation}: not sent, because another loss of the same step failed. Fix that one, and call "
-                    "this one again too."
-                )
-            )
-
     @override
     def wait(self, timeout: float | None = None) -> None:
         started = time.monotonic()
-        self._ask_forward()
-        if not (self._sent or self.done()):
-            self.evaluate(timeout)
-            self.send()
+        self._advance(timeout)
         super().wait(None if timeout is None else max(0.0, timeout - (time.monotonic() - started)))
 
     @override
     async def wait_async(self) -> None:
         """Waits like `wait`; the loss runs on the thread of the event loop that awaits it."""
-        self._ask_forward()
         await self.sent_async()
+        self._advance()
         await super().wait_async()
 
     @override
     async def sent_async(self) -> None:
-        """Evaluates a custom loss when the log-probabilities have arrived, and sends its pass."""
-        if self._evaluation is None and self._loss is not None and not self.done():
-            await self.forward_async()
-            self.evaluate()
-            self.send()
+        """Waits for the log-probabilities of a custom loss, evaluates it, and sends its pass."""
+        if self.loss is not None and self.forward is not None:
+            await self.forward.wait_async()
+            self._advance()
 
-    async def forward_async(self) -> None:
-        """Waits for the log-probabilities of a custom loss."""
-        if self._forward is not None:
-            await self._forward.wait_async()
-
-    def _ask_forward(self) -> None:
-        """Sends a forward for the result of a held pass that is read before its step."""
-        with self._lock:
-            if self._sent or self._forward is not None or self._request is None or self._queue is None:
-                return
-            self._forward = self._queue.forward(self._request)
-            self._queue = None  # the client, which may be collected before this future
-        self._forward._source.add_done_callback(self._settle)
-
-    def _settle(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> None:
-        if not self._settle_failure(source):
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                self._settled.set_result(source.result())
-
-    def _settle_failure(self, source: concurrent.futures.Future[ForwardBackwardOutput]) -> bool:
-        error = source.exception()
-        if error is not None:
-            self._fail(error)
-        return error is not None
-
-    def _fail(self, error: BaseException) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            self._settled.set_exception(error)
-
-
-def _with_logprobs(output: ForwardBackwardOutput, forward: ForwardBackwardOutput) -> ForwardBackwardOutput:
-    """Returns the result of a backward with log-probabilities, which retained forwards and some servers leave out."""
-    return output if custom.has_logprobs(output) else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
+    def _advance(self, timeout: float | None = None) -> None:
+        advance = self.advance
+        if advance is not None and not self.done():
+            advance(self, timeout)
 
 
 def evaluation(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tinker_lightning.client.dialects.surrogate import times
 from tinker_lightning.client.passes.pending import PendingPass
 from tinker_lightning.client.passes.request import ServerPass, as_forward, surrogate_pass
-from tinker_lightning.errors import OperationFailed, Unsupported
+from tinker_lightning.errors import OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.losses import custom
 
 if TYPE_CHECKING:
@@ -69,12 +71,12 @@ class PassQueue:
         if request.forward_only:
             raise Unsupported(request.forward_only)
         if self._holds(request):
-            return self._add(PendingPass("forward_backward", self, request=request))
+            return self._add(PendingPass("forward_backward", self._advance, request=request))
         return self._post(request)
 
     def submit(self, operation: str, loss: CustomLoss) -> PendingPass:
         """Sends the forward of a custom loss, which is evaluated when its value is needed."""
-        return self._add(PendingPass(operation, self, self.logprobs(loss.datums, retain=True), loss))
+        return self._add(PendingPass(operation, self._advance, self.logprobs(loss.datums, retain=True), loss))
 
     def prepare_gradient(
         self,
@@ -89,25 +91,13 @@ class PassQueue:
             logprobs = custom.logprob_leaves(self.logprobs(data).result(), data)
         return surrogate_pass(carrier, data, gradients, logprobs, retained)
 
-    def follow(self, pending: PendingPass, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput] | None:
-        """Sends the pass of an evaluated loss, and returns its future; None if it is held until the step."""
-        if not self._holds(request):
-            future = self._post(request)
-            with self._lock:
-                self._forget(pending)
-            return future
-        with self._lock:  # behind passes that were evaluated before
-            self._forget(pending)
-            pending.hold(request)
-            self._pending.append(pending)
-        return None
-
     async def forwards_async(self) -> None:
         """Waits for the log-probabilities of the pending losses, so that `flush` does not block an event loop."""
         with self._lock:
-            pending = [each for each in self._pending if not each.is_evaluated]
-        for each in pending:
-            await each.forward_async()
+            forwards = [each.forward for each in self._pending if each.state == "forwarded"]
+        for forward in forwards:
+            if forward is not None:
+                await forward.wait_async()
 
     def flush(self) -> None:
         """Evaluates the pending losses, then sends their passes: all of them, or none if one fails.
@@ -118,12 +108,12 @@ class PassQueue:
         with self._evaluating:
             pending = self._unevaluated()
             for each in pending:
-                each.evaluate()
+                self._evaluate(each)
                 if each.failed:
                     self.abandon()
                     each.result()
             for each in pending:
-                each.send()
+                self._send(each)
                 if each.failed:
                     each.result()  # no step without this pass
 
@@ -133,7 +123,9 @@ class PassQueue:
             for each in self._unevaluated():
                 with self._lock:
                     self._forget(each)
-                each.abandon_loss()
+                each.abandon(
+                    "not sent, because another loss of the same step failed. Fix that one, and call this one again too."
+                )
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -189,16 +181,75 @@ class PassQueue:
     def _forget(self, pending: PendingPass) -> None:
         self._pending = [each for each in self._pending if each is not pending]
 
+    def _advance(self, pending: PendingPass, timeout: float | None) -> None:
+        """Does what the result of a pass waits for.
+
+        A custom loss is evaluated and its pass sent. For a pass that is held until the step, a forward is sent.
+        """
+        if pending.loss is not None:
+            self._evaluate(pending, timeout)
+            self._send(pending)
+            return
+        with pending.lock:
+            if pending.state != "evaluated" or pending.forward is not None or pending.request is None:
+                return
+            pending.forward = self.forward(pending.request)
+            pending.advance = None  # the client, which may be collected before this future
+        pending.forward._source.add_done_callback(pending.settle)
+
+    def _evaluate(self, pending: PendingPass, timeout: float | None = None) -> None:
+        """Waits for the log-probabilities and runs the loss; a failure becomes the outcome of the pass."""
+        forward = pending.forward
+        assert forward is not None  # noqa: S101 a custom loss has one
+        forward.wait(timeout)
+        with pending.lock:
+            loss = pending.loss
+            if pending.settle_failure(forward._source) or loss is None or pending.evaluation is not None:
+                return
+            try:
+                pending.leaves = custom.logprob_leaves(forward.result(), loss.datums)
+                pending.evaluation = loss.evaluate(loss.data, pending.leaves)
+            except Exception as error:
+                if isinstance(error, TinkerLightningError) and error.operation is None:
+                    error.operation, error.model_id = "forward_backward_custom", self._sender.model_id
+                pending.fail(error)
+
+    def _send(self, pending: PendingPass) -> None:
+        """Sends the pass of an evaluated loss, or leaves it to the step."""
+        with pending.lock:
+            evaluation, loss, forward = pending.evaluation, pending.loss, pending.forward
+            if evaluation is None or loss is None or forward is None or pending.failed:
+                return
+            output = forward.result()
+            try:
+                request = self.prepare_gradient(loss.datums, evaluation.gradients, pending.leaves, output.retained)
+                is_held = self._holds(request)
+                # The step raises the failure of a held pass; the loss and its log-probabilities are known.
+                passed = forward if is_held else self._post(request)
+            except Exception as error:
+                pending.fail(error)
+                return
+            # Not earlier: what an interrupt prevented is sent by the next step.
+            with self._lock:
+                self._forget(pending)
+                if is_held:  # behind passes that were evaluated before
+                    pending.request = request
+                    self._pending.append(pending)
+            pending.state = "evaluated" if is_held else "sent"
+            pending.advance = pending.loss = pending.leaves = pending.evaluation = None
+        merged = passed.then(lambda result: custom.add_loss_metrics(_with_logprobs(result, output), evaluation))
+        merged._source.add_done_callback(pending.settle)
+
     def _unevaluated(self) -> list[PendingPass]:
         """Returns the custom losses that a step has to send, and forgets those whose failure was read."""
         with self._lock:
-            self._pending = [each for each in self._pending if each.is_evaluated or not each.is_settled]
-            return [each for each in self._pending if not each.is_evaluated]
+            self._pending = [each for each in self._pending if each.is_held or not (each.failed and each.was_read)]
+            return [each for each in self._pending if each.state == "forwarded"]
 
     def _take_held(self) -> list[PendingPass]:
         """Removes the evaluated passes and returns those that have not failed."""
-        held = [each for each in self._pending if each.is_evaluated and not each.failed]
-        self._pending = [each for each in self._pending if not each.is_evaluated]
+        held = [each for each in self._pending if each.is_held]
+        self._pending = [each for each in self._pending if each.state == "forwarded"]
         return held
 
     def _post(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
@@ -243,14 +294,17 @@ class PassQueue:
             return
         sent = 0
         try:
-            requests = [each.claim(window) for each in held]
+            requests = [self._claim(each, window) for each in held]
             for each, request, future in zip(held, requests, self._sender.post(requests), strict=True):
                 backward = request.received(future)
                 sent += 1
                 self._is_incomplete = True
                 with self._lock:
                     self._sequences += each.sequences
-                if each.settle_from(backward):
+                each.request = None
+                if each.forward is None:
+                    backward._source.add_done_callback(each.settle)
+                else:  # whose result is the caller's
                     self._unread.add(backward)
         except BaseException as error:
             # An interrupt may come between the sending and the return of the futures.
@@ -258,3 +312,19 @@ class PassQueue:
             for other in held[sent:]:
                 other.abandon("not sent, because another pass of the same step could not be sent. Call it again.")
             raise
+
+    @staticmethod
+    def _claim(pending: PendingPass, window: int) -> ServerPass:
+        """Returns a held pass, which is sent now, for a window of so many sequences.
+
+        From here on, waiting for its result sends no forward.
+        """
+        with pending.lock:
+            assert pending.request is not None  # noqa: S101 only evaluated passes are held
+            pending.state, pending.advance = "sent", None
+            return replace(pending.request, data=times(pending.request.data, window))
+
+
+def _with_logprobs(output: ForwardBackwardOutput, forward: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    """Returns the result of a backward with log-probabilities, which retained forwards and some servers leave out."""
+    return output if custom.has_logprobs(output) else replace(output, loss_fn_outputs=forward.loss_fn_outputs)
