@@ -251,7 +251,8 @@ class SamplingClient(AwaitableClient, BaseSamplingClient):
                 request = SampleRequest(self.sampler_id, number, model_input, params, num_samples, **options)
                 encoded = encode(session.dialect, "asample", request, SampleResponse, name)
                 self._next_number += 1
-            return recorded(session, encoded)
+            (submitted,) = recorded(session, [encoded])
+            return submitted
 
         def send() -> TinkerFuture[SampleResponse]:
             first = operation()

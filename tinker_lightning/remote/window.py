@@ -217,9 +217,10 @@ class RemoteModel:
         if not self.window:
             return []
         self._check_clip()
-        self.backend.prepare_step(params)
+        backend = self.backend
+        backend.prepare_step(params)
         try:
-            prepared: list[PreparedCall] = [(copy.copy(call), call.prepare(self.backend)) for call in self.window]
+            prepared: list[PreparedCall] = [(copy.copy(call), call.prepare(backend)) for call in self.window]
             if own := [call.gradients or [] for call in self.window if isinstance(call, Call)]:
                 custom.warn_if_zero(list(itertools.chain(*own)), self.loss_name)
         except TinkerLightningError:
@@ -259,13 +260,14 @@ class RemoteModel:
         return self.saved
 
     def _send(self, prepared: Sequence[PreparedCall], params: OptimParams) -> Step:
+        backend = self.backend
         backwards: list[TinkerFuture[ForwardBackwardOutput]] = []
         try:
             for _, request in prepared:
-                backwards.append(self.backend.send(request))
-            optim = self.backend.optim_step(params)
+                backwards.append(backend.send(request))
+            optim = backend.optim_step(params)
         except Exception as error:
-            if sent := self.backend.drop_unsent("dropped, because its step could not be sent"):
+            if sent := backend.drop_unsent("dropped, because its step could not be sent"):
                 self.drop()
                 error.add_note(
                     f"The gradient of {sent} sequences was sent before this error, but no step, so it would become "
@@ -273,7 +275,7 @@ class RemoteModel:
                 )
             raise
         calls = [call for call, _ in prepared]
-        self.tokens.trained += sum(tokens_of(call.datums) for call in calls)
+        self.tokens.trained += tokens_of([datum for call in calls for datum in call.datums])
         pairs = zip(backwards, calls, strict=True)
         return Step(backwards, optim, [(backward, call) for backward, call in pairs if isinstance(call, ServerCall)])
 

@@ -78,7 +78,7 @@ class Datum:
         has_spans = bool(model_input_spans or loss_fn_input_spans)
         self.model_input_spans = tuple(model_input_spans or ()) if has_spans else None
         self.loss_fn_input_spans = tuple(loss_fn_input_spans or ()) if has_spans else None
-        if model_input.is_text:
+        if not PER_TOKEN.isdisjoint(self.loss_fn_inputs) and model_input.is_text:
             _check_alignment(model_input.length, self.loss_fn_inputs)
 
     @classmethod

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.dialects.surrogate import times
 from tinker_lightning.client.passes.pending import PendingPass
-from tinker_lightning.client.passes.request import ServerPass, as_forward, surrogate_pass
+from tinker_lightning.client.passes.request import ServerPass, surrogate_pass
 from tinker_lightning.errors import OperationFailed, TinkerLightningError, Unsupported
 from tinker_lightning.losses import custom
 
@@ -56,8 +56,7 @@ class PassQueue:
 
     def forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends the forward of a pass."""
-        sent = as_forward(self._sender.dialect, request)
-        (future,) = self._sender.post([sent], forward_only=True)
+        (future,) = self._sender.post([request], forward_only=True)
         return request.received(future)
 
     def logprobs(self, data: list[Datum], *, retain: bool = False) -> TinkerFuture[ForwardBackwardOutput]:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NO_TOKENS = ModelInput()
+
 
 @dataclass(frozen=True, slots=True)
 class ServerPass:
@@ -138,6 +140,8 @@ def parts(session: Session, model_id: str, request: ServerPass, *, forward_only:
     """Encodes a pass, in as many requests as the limits of the server need."""
     if request.retained is not None:
         return _retained_parts(session, model_id, request, request.retained)
+    if forward_only:
+        request = as_forward(session.dialect, request)
     name = "forward" if forward_only else "forward_backward"
     endpoint = "retained_forward" if request.retain else "forward_backward"
     if request.counted_only and not forward_only and request.loss in LOSSES and session.extensions.counted_logprobs:
@@ -185,7 +189,7 @@ def _retained_parts(
             data, gradients = zip(*chunk, strict=True)
             return encoded("forward_backward", Surrogate().datums(data, gradients, None), {})
 
-        bare = [Datum(ModelInput([]), {"gradient": TensorData(each, copy=False)}) for _, each in chunk]
+        bare = [Datum(_NO_TOKENS, {"gradient": TensorData(each, copy=False)}) for _, each in chunk]
         return replace(encoded("retained_backward", bare, {"forward": float(forward)}), whole=whole)
 
     def operations(first: int) -> list[Operation[ForwardBackwardOutput]]:

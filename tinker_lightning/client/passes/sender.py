@@ -252,7 +252,7 @@ class ProtocolSender:
             encoded: list[list[Operation[T]]] = []
             last = self._last_number
             for operations, _ in requests:
-                encoded.append([recorded(session, each) for each in operations(last + 1)])
+                encoded.append(recorded(session, operations(last + 1)))
                 last += len(encoded[-1])
             self._last_number = last
             futures = [

@@ -17,7 +17,7 @@ from tinker import types as sdk
 from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import live_weights, preparation
-from tinker_lightning.client.passes.request import combine_outputs, size, split
+from tinker_lightning.client.passes.request import as_forward, combine_outputs, size, split
 from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.requests import Calls, in_thread, value
 from tinker_lightning.client.transport.connection import Connection
@@ -120,6 +120,8 @@ class SdkSender:
 
     def post_one(self, request: ServerPass, *, forward_only: bool) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends one pass, in several calls if the server divides by the sequences of a call."""
+        if forward_only:
+            request = as_forward(self.dialect, request)
         chunks = self._split(request)
         calls = [[convert.datum(datum, self.types) for datum in request.call_datums(chunk)] for chunk in chunks]
         is_forward = forward_only and self.dialect.forward != "zero_weights"

@@ -131,11 +131,12 @@ def operate(session: Session, endpoint: str, request: Any, result: type[T]) -> C
     return perform(session, encode(session.dialect, endpoint, request, result))
 
 
-def recorded(session: Session, operation: Operation[T]) -> Operation[T]:
-    """Returns an operation that is submitted now, measured if the session has a recording."""
-    if session.recording is None:
-        return operation
-    return replace(operation, record=session.recording.begin(operation.name, operation.model_id))
+def recorded(session: Session, operations: list[Operation[T]]) -> list[Operation[T]]:
+    """Returns operations that are submitted now, measured if the session has a recording."""
+    recording = session.recording
+    if recording is None:
+        return operations
+    return [replace(each, record=recording.begin(each.name, each.model_id)) for each in operations]
 
 
 async def perform(
