@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from torch import nn
-
     from tinker_lightning.client import ServiceClient, TrainingClient
-    from tinker_lightning.server.engine.interface import Adapter, BaseModel, PeftConfig
+    from tinker_lightning.server.engine.interface import BaseModel, PeftConfig
     from tinker_lightning.types import LoraConfig
 
 TABLE = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
@@ -44,9 +42,6 @@ class BiasAdapter:
         self.gradient = {"bias": torch.zeros(6)}
         self.token_budget: int | None = None
         self.steps = 0
-
-    def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        raise NotImplementedError
 
     def step(self, params: AdamParams) -> dict[str, float]:
         self.weights.tensors["bias"].sub_(params.learning_rate * self.gradient["bias"])
@@ -131,7 +126,7 @@ class Bigram:
     def kept_bytes(self, *_: Any, **__: Any) -> int:
         return 0
 
-    def run_pass(self, adapter: Adapter, data: Sequence[Datum], *_: Any, **options: Any) -> ForwardBackwardOutput:
+    def run_pass(self, adapter: BiasAdapter, data: Sequence[Datum], *_: Any, **options: Any) -> ForwardBackwardOutput:
         outputs, total = [], 0.0
         for datum in data:
             logprobs, gradient = closed_form(bias_of(adapter.weights), datum)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from tinker_lightning.lossgraph.graph_loss import Source
     from tinker_lightning.lossgraph.server_loss import RegisteredLoss
+    from tinker_lightning.server.engine.adapter import LoraAdapter
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import Adapter
     from tinker_lightning.types import Datum
 
 # A loss on logits gets the logits of the whole batch and keeps several tensors of this size, up to a gigabyte each.
@@ -52,7 +52,7 @@ _BY_DATUM = frozenset({"reward"})
 
 def run_batch_pass(
     base: CausalLM,
-    adapter: Adapter,
+    adapter: LoraAdapter,
     data: Sequence[Datum],
     loss: RegisteredLoss,
     loss_fn_config: Mapping[str, float | str],

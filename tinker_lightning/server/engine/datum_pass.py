@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
+    from tinker_lightning.server.engine.adapter import LoraAdapter
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import Activations, Adapter
+    from tinker_lightning.server.engine.interface import Activations
     from tinker_lightning.types import Datum, ModelInput
 
 
@@ -44,7 +45,7 @@ class _Example:
 
 def run_pass(
     base: CausalLM,
-    adapter: Adapter,
+    adapter: LoraAdapter,
     data: Sequence[Datum],
     loss_fn: str | GraphLoss,
     loss_fn_config: Mapping[str, float | str],

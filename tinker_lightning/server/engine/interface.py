@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from tinker_lightning.types import LoraConfig, ModelInput, SamplingParams, TensorData
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
-    from torch import nn
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss, Source
     from tinker_lightning.lossgraph.server_loss import RegisteredLoss
@@ -161,8 +161,8 @@ class Sampler(Protocol):
 class Adapter(Protocol):
     """Weights in training. Every method either succeeds or leaves the adapter unchanged.
 
-    `gradient` is accumulated since the last step. `token_budget` is the number of positions per model call; None stands
-    for the model's.
+    Passes of the model that created it add to `gradient`, and a step clears it. `token_budget` is the number of
+    positions per model call; None stands for the model's.
     """
 
     weights: AdapterWeights
@@ -172,9 +172,6 @@ class Adapter(Protocol):
     @property
     def steps(self) -> int:
         """Number of optimizer steps taken."""
-
-    def add_gradient(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Adds the gradients of parameters to the accumulated sum."""
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """Takes an AdamW step with the accumulated gradient and returns the metrics."""
@@ -209,7 +206,10 @@ class AdapterFormat(Protocol):
         """Returns the config that is saved with the tensors of such an adapter."""
 
 
-class BaseModel(Protocol):
+A = TypeVar("A", bound=Adapter, default=Any)  # an engine gets its own adapters back
+
+
+class BaseModel(Protocol[A]):
     """A frozen model with its tokenizer, which adapters and samplers share. Not thread-safe."""
 
     name: str
@@ -227,7 +227,7 @@ class BaseModel(Protocol):
     def nbytes(self) -> int:
         """Size of the weights in bytes."""
 
-    def new_adapter(self, config: LoraConfig) -> Adapter:
+    def new_adapter(self, config: LoraConfig) -> A:
         """Creates an adapter that has no effect yet."""
 
     def new_sampler(self) -> Sampler:
@@ -235,7 +235,7 @@ class BaseModel(Protocol):
 
     def run_pass(
         self,
-        adapter: Adapter,
+        adapter: A,
         data: Sequence[Datum],
         loss_fn: str | GraphLoss,
         loss_fn_config: Mapping[str, float | str],
@@ -250,7 +250,7 @@ class BaseModel(Protocol):
 
     def run_batch_pass(
         self,
-        adapter: Adapter,
+        adapter: A,
         data: Sequence[Datum],
         loss: RegisteredLoss,
         loss_fn_config: Mapping[str, float | str],
