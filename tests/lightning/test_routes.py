@@ -376,6 +376,32 @@ def test_regularizers_that_come_or_go_change_the_route(stage: tuple[EmbeddedTrai
     assert found == ["builtin", "retained", "builtin"]
 
 
+def test_a_backend_that_takes_the_place_of_another_has_a_route_of_its_own(
+    stage: tuple[EmbeddedTrainer, ServiceClient], tmp_path: Path
+) -> None:
+    module = RemoteModule(stage[1].create_lora_training_client("tiny", rank=4, seed=1))
+    module.loss = losses.kl_regularized  # type: ignore[method-assign]
+    assert module.chosen_route().route == "server"
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data")
+    with embedded_service(trainer, extended=False) as service:
+        module.lm.backend = service.create_lora_training_client("tiny", rank=4, seed=1)
+        assert module.chosen_route().route == "two-pass"
+        module.lm.backend = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+        assert module.chosen_route().route == "server"
+    trainer.close()
+
+
+def test_every_fit_decides_on_the_route(stage: tuple[EmbeddedTrainer, ServiceClient]) -> None:
+    backend = stage[1].create_lora_training_client("tiny", rank=4, seed=1)
+    module = RemoteModule(backend)
+    module.loss = "own"  # type: ignore[assignment]
+    assert module.chosen_route().local is None
+    custom_loss(backend, name="own", on="logprobs")(losses.kl_regularized)
+    assert module.chosen_route().local is None
+    module.trainer = pl.Trainer(strategy="tinker", logger=False, enable_checkpointing=False)
+    assert module.chosen_route().local is not None
+
+
 def test_a_server_that_takes_no_losses_leaves_them_here(tmp_path: Path) -> None:
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data", dtype=torch.float64)
     with embedded_service(trainer, extended=False) as service:

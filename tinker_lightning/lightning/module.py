@@ -271,11 +271,12 @@ class RemoteModule(LoggingModule):
     def chosen_route(self) -> Route:
         """Returns where the loss runs and how it is averaged.
 
-        The first call decides, and the first one after a change of the loss or its settings.
+        The first call of a fit decides, and the first one after a change of the backend, the loss or its settings.
         """
         loss: Any = self._modules.get("loss", self.loss)  # a loss that is an nn.Module
         regularized = bool(self.regularizers)
-        settings = (loss, self.route, self.reduction, repr(self.loss_config), regularized, self._may_defer)
+        own = (loss, self.route, self.reduction, repr(self.loss_config), regularized)
+        settings = (*own, self.lm.handle.remote.given, self._may_defer)
         if self._last_route is None or self._last_route[0] != settings:
             self._last_route = (settings, self._choose_route(loss))
         return self._last_route[1]
@@ -333,6 +334,7 @@ class RemoteModule(LoggingModule):
         with _ATTACHING:
             checks.check_free(self, trainer)
             pl.LightningModule.trainer.fset(self, trainer)  # type: ignore[attr-defined]
+            self._last_route = None
             self.decide_deferral()
             if trainer is not None and trainer.lightning_module is self:
                 hooks.attach(trainer, self)

@@ -75,15 +75,15 @@ class RemoteModel:
         self.ttl_seconds: int | None = None  # after which the server deletes what is saved, if it can
         self._was_loaded = False
         self.optimizer_kind: str | None = None  # the optimizer that steps the model, by the protocol's name
-        self._given = backend
+        self.given = backend  # the backend, or what creates it
         self._backend: TrainingBackend | None = None
 
     @property
     def backend(self) -> TrainingBackend:
         """The training backend, created on first use."""
         if self._backend is None:
-            creates_it = callable(self._given) and not isinstance(self._given, TrainingBackend)
-            self._backend = as_backend(self._given() if creates_it else self._given)
+            creates_it = callable(self.given) and not isinstance(self.given, TrainingBackend)
+            self._backend = as_backend(self.given() if creates_it else self.given)
             if self.optimizer_kind is not None:
                 self.use_optimizer(self.optimizer_kind)
         return self._backend
@@ -118,7 +118,7 @@ class RemoteModel:
         self.drop()
         self.version += 1
         self.saved = None
-        self._given, self._backend, self._was_loaded = backend, None, False
+        self.given, self._backend, self._was_loaded = backend, None, False
 
     def load(self, state: SavedState) -> None:
         """Loads a state that was saved on the server, and drops the window."""
