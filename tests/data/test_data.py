@@ -221,7 +221,7 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Any, truncate: Any, caplo
     report = data.report["train"]
     assert report["truncated" if truncate == "left" else "dropped"] == longer > 0
     assert report["rows"] == len(batch) == len(ROWS) - report["dropped"]
-    assert report["tokens"] == sum(datum.model_input.length + 1 for datum in batch)
+    assert report["tokens"] == sum(datum.model_input.length for datum in batch)
     assert caplog.records[-1].levelno == logging.WARNING
     assert f"{longer} {'truncated' if truncate == 'left' else 'dropped because they are too long'}" in caplog.text
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.io import wrapper as plugin_wrappers
 from lightning.pytorch.strategies import launchers
+from lightning.pytorch.trainer.connectors import callback_connector
 from packaging.version import Version
 from torchmetrics import MeanMetric
 
@@ -137,6 +138,7 @@ def found() -> set[str]:
             objects: list[Any] = [trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), MeanMetric()]
             objects += [results, logged, RichProgressBar(), AsyncCheckpointIO()]
             own = {"launchers": launchers, "plugin_wrappers": plugin_wrappers, "Closure": Closure}
+            own["callback_connector"] = callback_connector
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own
             names.update(name for name, private in NAMES.items() if has(owners[private.owner], private))
 

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.loaders import PositionedLoader, TrainedPosition, isolated_rng
+from tinker_lightning.lightning.reports import ReportingCallback
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount, tokens_of
 from tinker_lightning.rows.batches import as_list
@@ -26,6 +26,8 @@ from tinker_lightning.types.datum import to_datums
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    import lightning.pytorch as pl
 
     from tinker_lightning.lightning.module import RemoteModule
 
@@ -37,12 +39,12 @@ _CACHED = "cached_prefill"
 _ROWS = 32
 
 
-class CostMonitor(pl.Callback):
+class CostMonitor(ReportingCallback):
     """Logs the tokens trained, prefilled and sampled, and what they cost.
 
-    Before training it logs an estimate, `estimate`, from a few rows of the data: what the training passes will cost,
-    without validation and reference models. For rollouts of prompts, it is what they cost with the longest answers. A
-    resumed run continues the count.
+    The report at the start of a fit shows an estimate, `estimate`, from a few rows of the data: what the training
+    passes will cost, without validation and reference models. For rollouts of prompts, it is what they cost with the
+    longest answers. A resumed run continues the count.
 
     Args:
         prices: A JSON or TOML file, or a dict: by the name of a base model, the dollars per million tokens as `train`,
@@ -85,31 +87,40 @@ class CostMonitor(pl.Callback):
         self._seen = _count_tokens(module)
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs what the training passes that are left will cost."""
+    def start_lines(self, trainer: pl.Trainer, module: RemoteModule) -> dict[str, str]:
+        """Returns what the training passes that are left will cost."""
         self._step, self._largest_step, self.saved, self.estimate = trainer.global_step, 0.0, None, None
         total = trainer.estimated_stepping_batches
         if not math.isfinite(total):
-            logger.info("CostMonitor: no estimate, because the length of the training is not known")
-            return
-        per_batch = _tokens_per_batch(trainer, require_remote(self, pl_module))
+            return {"Cost": "no estimate, because the length of the training is not known"}
+        per_batch = _tokens_per_batch(trainer, module)
         if isinstance(per_batch, str):
-            logger.info("CostMonitor: no estimate, because %s", per_batch)
-            return
+            return {"Cost": f"no estimate, because {per_batch}"}
         batches = max(total - trainer.global_step, 0) * trainer.accumulate_grad_batches
         self.estimate = batches * self._usd(per_batch)
         is_bound = per_batch.sampled > 0
-        about = "rollouts and training passes will cost at most" if is_bound else "training passes will cost about"
-        logger.info("CostMonitor: %s $%.4g, without validation and reference models", about, self.estimate)
+        text = (
+            f"at most ${self.estimate:.4g} for rollouts and training"
+            if is_bound
+            else f"about ${self.estimate:.4g} for training"
+        )
         if self.max_usd is not None and self.usd + self.estimate > self.max_usd:
             logger.warning(
-                "CostMonitor: training %s stop early: with the $%.4g spent before, %s $%.4g, but max_usd=%g",
+                "CostMonitor: training %s stop early: it costs %s, and $%.4g were spent before, but max_usd=%g",
                 "may" if is_bound else "will",
+                text,
                 self.usd,
-                about,
-                self.usd + self.estimate,
                 self.max_usd,
             )
+        return {"Cost": f"{text}, without validation and reference models"}
+
+    @override
+    def end_lines(self) -> dict[str, str]:
+        """Returns what the run has cost so far."""
+        tokens = self.tokens
+        counts = {"trained": tokens.trained, "prefilled": tokens.prefilled, "sampled": tokens.sampled}
+        text = ", ".join(f"{number:,} tokens {name}" for name, number in counts.items() if number)
+        return {"Cost": f"${self.usd:.4g}" + (f": {text}" if text else "")}
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.client.files.peft_folder import CONFIG, check_target, export_adapter
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.reports import ReportingCallback
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
+
+    import lightning.pytorch as pl
 
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.saved_state import SavedState
@@ -32,7 +34,7 @@ logger = logging.getLogger("tinker_lightning")
 _HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
-class ExportAdapter(pl.Callback):
+class ExportAdapter(ReportingCallback):
     """Saves the adapter with its tokenizer as a PEFT folder when a fit ends; `folder` is its path then.
 
     Args:
@@ -95,6 +97,12 @@ class ExportAdapter(pl.Callback):
             raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
         with _temporarily_loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
             self.export(module)
+
+    @override
+    def end_lines(self) -> dict[str, str]:
+        """Returns the folder of the export."""
+        merged = "" if self.merged is None else f", merged in {self.merged}"
+        return {} if self.folder is None else {"Exported": f"{self.path}{merged}"}
 
     @property
     def _overwrites(self) -> bool:

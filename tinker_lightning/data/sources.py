@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
+from tinker_lightning.remote.calls import tokens_of
 from tinker_lightning.rows.columns import FORMATS
 from tinker_lightning.rows.formats import is_chat
 from tinker_lightning.types import Datum, ModelInput
@@ -95,12 +96,8 @@ def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
 
 
 def count_tokens(item: Any) -> int:
-    """Returns the number of tokens of an item of a dataset: a datum, a pair, or a dict with a prompt."""
-    return sum(
-        part.model_input.length + 1 if isinstance(part, Datum) else part.length
-        for part in _parts(item)
-        if isinstance(part, Datum | ModelInput)
-    )
+    """Returns the number of tokens that a pass computes for a datum, a pair, or the prompt in a dict."""
+    return tokens_of(part for part in _parts(item) if isinstance(part, Datum | ModelInput))
 
 
 class Counts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import __version__
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.io import wrapper as plugin_wrappers
 from lightning.pytorch.strategies import launchers
+from lightning.pytorch.trainer.connectors import callback_connector
 from packaging.version import Version
 from torch import Tensor
 
@@ -141,7 +143,9 @@ LOGGED_VALUE = Private("_ResultMetric", "value")
 CUMULATED_BATCH_SIZE = Private("_ResultMetric", "cumulated_batch_size")
 FORWARD_CACHE = Private("_ResultMetric", "_forward_cache")
 
+CONFIGURE_BAR = Private("callback_connector", "_CallbackConnector._configure_progress_bar")
 TRAIN_DESCRIPTION = Private("RichProgressBar", "_get_train_description")
+UPDATE_METRICS = Private("RichProgressBar", "_update_metrics")
 
 WRAPPING_PLUGIN = Private("plugin_wrappers", "_WrappingCheckpointIO")
 WRAPPED_PLUGIN = Private("_WrappingCheckpointIO", "_checkpoint_io")
@@ -169,6 +173,32 @@ def hide_unlimited_epochs(trainer: pl.Trainer) -> None:
     if isinstance(bar, RichProgressBar):
         describe = functools.partial(TRAIN_DESCRIPTION.get(type(bar)), bar)
         TRAIN_DESCRIPTION.set(bar, lambda epoch: describe(epoch).replace("/-2", "   "))
+
+
+_IS_WRAPPED = "_wrapped_by_tinker_lightning"
+
+_DEFAULT_BARS: weakref.WeakSet[ProgressBar] = weakref.WeakSet()
+
+
+def is_default_bar(bar: ProgressBar) -> bool:
+    """Returns whether a trainer has added a progress bar by itself; Lightning keeps no record of that."""
+    return bar in _DEFAULT_BARS
+
+
+def note_default_bars() -> None:
+    """Makes new trainers note the progress bars that they add by themselves."""
+    configure = CONFIGURE_BAR.get(callback_connector)
+    if getattr(configure, _IS_WRAPPED, False):
+        return  # this package was imported again
+
+    @functools.wraps(configure)
+    def wrapper(connector: Any, *args: Any, **kwargs: Any) -> None:
+        given = list(connector.trainer.callbacks)
+        configure(connector, *args, **kwargs)
+        _DEFAULT_BARS.update(connector.trainer.callbacks[len(given) :])
+
+    setattr(wrapper, _IS_WRAPPED, True)
+    CONFIGURE_BAR.set(callback_connector, wrapper)
 
 
 # Printed once in a process.
@@ -277,9 +307,6 @@ def nested_plugins(plugin: CheckpointIO) -> list[CheckpointIO]:
     return nested
 
 
-_IS_CHECKED = "_checked_by_tinker_lightning"
-
-
 def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
     """Calls `check(trainer, module)` before Lightning starts processes, where it has no hook."""
 
@@ -294,10 +321,10 @@ def before_launch(check: Callable[[pl.Trainer, Any], None]) -> None:
 
     for private in (LAUNCH_SCRIPT, LAUNCH_FUNCTION):
         launch = private.get(launchers)
-        if getattr(launch, _IS_CHECKED, False):
+        if getattr(launch, _IS_WRAPPED, False):
             continue  # this package was imported again, for example by `importlib.reload`
         wrapper = checked(launch)
-        setattr(wrapper, _IS_CHECKED, True)
+        setattr(wrapper, _IS_WRAPPED, True)
         private.set(launchers, wrapper)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ RESERVED = frozenset({LOSS, "val_loss", "test_loss", TOTAL, "grad_norm", "learni
 
 _SUM = "loss:sum"
 
+# The ratio of a loss to the first one from which on training diverges.
+_DIVERGED = 1000.0
+
+logger = logging.getLogger("tinker_lightning")
+
 
 class LoggingModule(SessionModule):
     """A module that logs the metrics of its remote model. See `SessionModule` for the arguments."""
@@ -61,6 +67,8 @@ class LoggingModule(SessionModule):
         self._window_metrics: list[tuple[dict[str, float], int]] = []
         self._batch_metrics: tuple[dict[str, float], int] = ({}, 0)
         self._logged: set[str] = set()
+        # The scores of the last validation, and the version of the weights that it was of.
+        self._validated: tuple[int, dict[str, float]] = (0, {})
 
     @override
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -95,6 +103,8 @@ class LoggingModule(SessionModule):
         if missing := self._logged - metrics.keys():
             _compat.drop_logged(self.trainer, "training_step", missing)
         self._logged = set(metrics)
+        if LOSS in metrics:
+            self._deferred.watch.observe(metrics[LOSS], self.trainer, LogStep.current(self.trainer).step)
         for name, value in metrics.items():
             self.log(name, value, prog_bar=name == LOSS, batch_size=batch_size)
 
@@ -128,6 +138,31 @@ def log_at(trainer: pl.Trainer, metrics: Mapping[str, float], when: LogStep) -> 
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 
+class LossWatch:
+    """Warns once in a fit about a loss that is a thousand times the first one."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._has_warned = False
+
+    def observe(self, loss: float, trainer: pl.Trainer, step: int) -> None:
+        """Compares the loss of a step with the first one, or with 0.01 if that is smaller, as for policy losses."""
+        if self._first is None:
+            self._first = loss
+        if self._has_warned or not abs(loss) > _DIVERGED * max(abs(self._first), 0.01):
+            return
+        self._has_warned = True
+        rates = {group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups}
+        logger.warning(
+            "the loss of step %d is %.4g, and that of the first step was %.4g: training diverges. The learning rate is "
+            "%s; lower it, or set gradient_clip_val.",
+            step,
+            loss,
+            self._first,
+            ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     requests: Step
@@ -153,6 +188,7 @@ class DeferredMetrics:
         self._wait = wait
         self._more_metrics = more_metrics
         self._waiting: deque[_Entry] = deque()
+        self.watch = LossWatch()
         self._names: set[str] = set()
 
     def are_monitored(self, trainer: pl.Trainer, *, by_step: bool = False) -> bool:
@@ -199,6 +235,7 @@ class DeferredMetrics:
             log_at(entry.trainer, metrics, entry.when)
             if LOSS in metrics:
                 entry.trainer.progress_bar_metrics[LOSS] = metrics[LOSS]
+                self.watch.observe(metrics[LOSS], entry.trainer, entry.when.step)
 
     def _metrics(self, entry: _Entry) -> dict[str, float]:
         """Returns the metrics of a step and of the losses that ran on the server; those of a loss keep their names."""

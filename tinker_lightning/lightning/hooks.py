@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from tinker_lightning.errors import LossWithoutGradient, TinkerLightningError, Unsupported
-from tinker_lightning.lightning import _compat, checks, logged_rows, wandb_runs
+from tinker_lightning.errors import LossWithoutGradient
+from tinker_lightning.lightning import _compat, checks, logged_rows, reports, wandb_runs
 from tinker_lightning.lightning.checkpoint import contents, files
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
+from tinker_lightning.lightning.deferred_metrics import LossWatch
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
+from tinker_lightning.lightning.progress import StepBar, StepCount, replace_default_bar
 from tinker_lightning.lightning.session import LAST_WAIT
 from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote import group
-from tinker_lightning.remote.lm import RemoteHandle, holds_server_loss
+from tinker_lightning.remote.calls import TokenCount
+from tinker_lightning.remote.lm import holds_server_loss
 from tinker_lightning.threads import interrupts
 
 if TYPE_CHECKING:
@@ -36,19 +36,14 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.window import RemoteModel
 
 
-logger = logging.getLogger("tinker_lightning")
-
-_ROUTES = {
-    "builtin": "computed on the server in one pass",
-    "server": "computed on the server in one pass",
-    "retained": "computed here, from a forward pass that the server keeps for the gradient",
-    "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
-}
+# The shortest interval at which rows are written to CSV files, in seconds.
+_FLUSH_SECONDS = 1.0
 
 
 def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
     """Adds the hooks of a module as the first callback of its trainer, replacing the hooks of an earlier run."""
     detach(trainer)
+    replace_default_bar(trainer)
     _compat.CALLBACKS.get(trainer).insert(0, RemoteHooks(trainer, module))
     _compat.ignore_own_warnings(module)
     _compat.hide_unlimited_epochs(trainer)
@@ -70,7 +65,11 @@ class RemoteHooks(pl.Callback):
         self._hold = interrupts.SigintHold()
         self._received = 0
         self._terminated: float | None = None
-        self._shows_tokens = False
+        self._steps: StepCount | None = None  # of the fit that runs
+        self._tokens = TokenCount()  # before it
+        self._taken = 0
+        self._before: dict[str, float] = {}
+        self._flushed = 0.0
 
     @override
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -79,7 +78,7 @@ class RemoteHooks(pl.Callback):
         self._module.decide_deferral()
         checks.check(trainer, self._module)
         hide_in_configs(_compat.CALLBACKS.get(trainer), self._module._api_keys)
-        hide_handle(trainer, self._module)
+        reports.hide_summary(trainer)
         self._connect()
 
     @override
@@ -118,12 +117,17 @@ class RemoteHooks(pl.Callback):
             module.restore_window()
         module._loaded_window = None
         self._received = module.lm.handle.remote.received
-        settings = model_settings(module)
+        module._deferred.watch = LossWatch()
+        remote = module.lm.handle.remote
+        self._tokens, self._taken = copy.copy(remote.tokens), remote.steps
+        self._steps = StepCount(trainer, remote.tokens.trained)
+        version, validated = module._validated
+        self._before = validated if version == remote.version else {}
+        settings = reports.model_settings(module)
         wandb_runs.log_settings(trainer, settings)
-        if settings != module._banner:
-            show_banner(trainer, module, settings)
-            module._banner = settings
-            self._shows_tokens = not module.lm.handle.remote.tokens.trained
+        reports.show_report(trainer, reports.start_report(trainer, module, settings))
+        if isinstance(bar := trainer.progress_bar_callback, StepBar):
+            bar.steps = self._steps
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -162,14 +166,21 @@ class RemoteHooks(pl.Callback):
         Waits for the metrics of this step if a callback or scheduler is about to read them.
         """
         self._hold.end()
-        if self._shows_tokens and self._module.lm.handle.remote.tokens.trained:
-            self._shows_tokens = False
-            show_token_count(trainer, self._module)
         deferred = self._module._deferred
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
         if is_monitored:
             group.raise_first(self._module)  # a callback that monitors the metric would only report it missing
+        self._show_steps()
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            logged_rows.flush_csv(trainer)
+            self._flushed = time.monotonic()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Keeps the scores of a validation, which are those before a fit that follows."""
+        if not trainer.sanity_checking:
+            self._module._validated = self._module.lm.handle.remote.version, reports.scores(trainer, "val_")
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -181,11 +192,13 @@ class RemoteHooks(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Waits for the metrics of the epoch, so that other callbacks see them."""
         self._module._deferred.log(wait=not trainer.received_sigterm)
+        self._show_steps()
 
     @override
     def on_train_end(self, *_: Any) -> None:
         """Waits for the last steps and logs them."""
         self._module.drain()
+        self._show_steps()
 
     @override
     def on_exception(self, *_: Any, **__: Any) -> None:
@@ -212,14 +225,24 @@ class RemoteHooks(pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""
+        module = self._module
         detach(trainer)
-        for remote in group.remotes_of(self._module):
-            remote.on_step = None
-        self._module.drain()
+        for each in group.remotes_of(module):
+            each.on_step = None
+        module.drain()
+        if self._steps is not None:
+            remote = module.lm.handle.remote
+            skipped = self._steps.taken - (remote.steps - self._taken)
+            reports.show_report(
+                trainer, reports.end_report(trainer, self._steps, remote.tokens - self._tokens, self._before, skipped)
+            )
+            self._steps = None
+            if isinstance(bar := trainer.progress_bar_callback, StepBar):
+                bar.steps = None
 
     def _connect(self) -> None:
         for remote in group.remotes_of(self._module):
-            remote.while_waiting = self._check_sigterm
+            remote.while_waiting = self._while_waiting
             remote.on_step = functools.partial(self._on_step, remote)
 
     def _on_step(self, remote: RemoteModel, requests: Step) -> None:
@@ -234,6 +257,25 @@ class RemoteHooks(pl.Callback):
             self._hold.begin()
         if remote is module.lm.handle.remote:
             module._deferred.add(requests, trainer, share, module._logged)
+            if self._steps is not None:
+                self._steps.add(requests.optim, remote.tokens.trained)
+
+    def _while_waiting(self) -> None:
+        self._check_sigterm()
+        self._show_steps(waits=True)
+
+    def _show_steps(self, *, waits: bool = False) -> None:
+        """Counts the steps that are finished, for the bar; a bar of the user gets the numbers as metrics."""
+        if self._steps is None:
+            return
+        self._steps.update()
+        bar = self._trainer.progress_bar_callback
+        if isinstance(bar, StepBar):
+            if waits:  # otherwise it is drawn by its own hook, which follows
+                bar.draw(self._trainer, waits=True)
+        elif bar is not None and not waits:
+            counts = {"steps_done": self._steps.finished, "in_flight": self._steps.in_flight}
+            self._trainer.progress_bar_metrics.update(counts)
 
     def _check_sigterm(self) -> None:
         """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""
@@ -250,55 +292,3 @@ def _continue_logs(trainer: pl.Trainer, file: Any) -> None:
     if trainer.state.fn == TrainerFn.FITTING:
         wandb_runs.adopt(trainer, file)
         logged_rows.reopen_csv(trainer)
-
-
-def model_settings(module: RemoteModule) -> dict[str, Any]:
-    """Returns the settings of a module's model on the server, and the route of its loss."""
-    backend = module.lm.backend
-    settings: dict[str, Any] = {"server": backend.server, "dialect": backend.dialect.name}
-    with contextlib.suppress(Unsupported):  # by clients of some vendors
-        info = backend.get_info()
-        settings["base_model"] = info.model_data.model_name
-        settings["lora_rank"] = info.lora_rank
-        settings["lora_parameters"] = info.lora_parameters
-    with contextlib.suppress(TinkerLightningError):  # raised by the step, if it uses the loss
-        settings["route"] = module.chosen_route().route
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def show_banner(trainer: pl.Trainer, module: RemoteModule, settings: dict[str, Any]) -> None:
-    """Shows the settings of a model in one line; in the log only if the trainer shows no model summary."""
-    parameters = settings.get("lora_parameters")
-    adapter = f"LoRA of rank {settings.get('lora_rank', 'unknown')}"
-    adapter += f" ({parameters:,} parameters, on the server)" if parameters else " (on the server)"
-    line = (
-        f"Training {settings.get('base_model', 'a model')} on {settings['server']} (dialect {settings['dialect']}): "
-        f"{adapter}, loss {module.lm.handle.remote.loss_name}"
-    )
-    if (route := settings.get("route")) is not None:
-        line += f", {_ROUTES[route]} (route {route!r})"
-    if _summaries(trainer):
-        rank_zero_info(line)
-    else:
-        logger.info("%s", line)
-
-
-def show_token_count(trainer: pl.Trainer, module: RemoteModule) -> None:
-    """Shows how many tokens the first step has trained."""
-    tokens = module.lm.handle.remote.tokens.trained
-    if _summaries(trainer):
-        module.print(f"The first step trained {tokens:,} tokens.")
-    else:
-        logger.info("the first step trained %d tokens", tokens)
-
-
-def hide_handle(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Drops Lightning's summary of a module without local parameters: it would list one parameter, the handle."""
-    if all(isinstance(each, RemoteHandle) for each in module.parameters()):
-        for each in _summaries(trainer):
-            if _compat.SUMMARY_DEPTH.get(each) == 1:  # the trainer's own, not one that the user wants
-                _compat.SUMMARY_DEPTH.set(each, 0)
-
-
-def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
-    return [each for each in _compat.CALLBACKS.get(trainer) if isinstance(each, ModelSummary)]

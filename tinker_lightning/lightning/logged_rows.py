@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
@@ -56,6 +57,13 @@ def describe(trainer: pl.Trainer) -> dict[str, Any]:
             if each.version:
                 runs[str(each.version)] = [Path(each.experiment.dir).parent.name, each.experiment.step]
     return {"csv": files, "wandb": runs}
+
+
+def flush_csv(trainer: pl.Trainer) -> None:
+    """Writes what each `CSVLogger` has logged, so that its file can be read during the fit; only to local disks."""
+    for each in _loggers(trainer, CSVLogger):
+        if isinstance(url_to_fs(_csv_file(each))[0], LocalFileSystem):
+            each.save()
 
 
 def reopen_csv(trainer: pl.Trainer) -> None:

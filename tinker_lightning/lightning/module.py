@@ -145,7 +145,6 @@ class RemoteModule(LoggingModule):
         self._may_defer = False  # whether nobody reads the value of a loss before its step is sent
         self._last_route: tuple[Any, Route] | None = None  # with the settings that it was chosen for
         self._loaded_window: dict[str, Any] | None = None
-        self._banner: dict[str, Any] = {}  # what the last fit has shown about the model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

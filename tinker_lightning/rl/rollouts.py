@@ -165,6 +165,12 @@ class RolloutLoader(TrainedPosition):
             trainer.fit_loop.max_epochs = self.num_epochs
 
     @override
+    def describe(self) -> str:
+        """Returns the number of prompts, and how they are sampled."""
+        prompts = f"{len(self._tasks.rows):,} prompts" if isinstance(self._tasks, SizedTasks) else "a stream of prompts"
+        return f"{prompts}, {self.batch_size} in a batch with {self.group_size} answers each"
+
+    @override
     def most_tokens(self, tokenizer: Any) -> TokenCount | None:
         """Returns the tokens of a full batch of average prompts with the longest answers; None if not known."""
         if not isinstance(self._tasks, SizedTasks):

@@ -180,6 +180,10 @@ class TrainedPosition(ABC):
         del tokenizer
         return None
 
+    def describe(self) -> str:
+        """Returns what the loader has to train on, for the report at the start of a fit."""
+        return type(self).__name__
+
 
 class PositionedLoader(_Wrapper):
     """Wraps a `TrainedPosition`, and stores its state in the format of checkpoint files."""
