@@ -122,9 +122,14 @@ def use_until(deadline: float, service: ServiceClient) -> None:
         service.create_rest_client()
 
 
-def test_a_failed_creation_that_nobody_reads_is_raised_later(shared: EmbeddedTrainer) -> None:  # R4.5
+@pytest.mark.parametrize("as_future", [False, True], ids=["client", "future of the client"])
+def test_a_failed_creation_that_nobody_reads_is_raised_later(shared: EmbeddedTrainer, as_future: bool) -> None:  # R4.5
+    kept: list[Any] = []
+
     async def drop(service: ServiceClient) -> None:
-        service.create_lora_training_client("no-such-model")
+        client = service.create_lora_training_client("no-such-model")
+        if as_future:
+            kept.append(client.future())
 
     with ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared))) as service:
         asyncio.run(drop(service))
@@ -133,6 +138,17 @@ def test_a_failed_creation_that_nobody_reads_is_raised_later(shared: EmbeddedTra
         asyncio.run(drop(service))
         with pytest.raises(NotFound, match="no-such-model"):
             service.close()
+
+
+def test_a_failure_that_the_future_of_a_client_has_raised_is_read(shared: EmbeddedTrainer) -> None:  # R4.5
+    async def read(service: ServiceClient) -> None:
+        with pytest.raises(NotFound, match="no-such-model"):
+            await asyncio.wrap_future(service.create_lora_training_client("no-such-model").future())
+        client = await asyncio.wrap_future(service.create_lora_training_client("tiny", 2).future())
+        assert client.get_info().lora_rank == 2
+
+    with ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared))) as service:
+        asyncio.run(read(service))
 
 
 def test_weights_that_later_saves_replace_are_refused_by_name(model: TrainingClient) -> None:  # R5.17

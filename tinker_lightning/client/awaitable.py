@@ -47,7 +47,7 @@ class AwaitableClient:
     def future(self) -> concurrent.futures.Future[Self]:
         """Returns a future of the client, for `concurrent.futures.wait` and the like."""
         created = self._creation or TinkerFuture.from_result(None, "create")
-        return created.then(lambda _: self).future()
+        return created.handed(lambda _: self)
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.result_async().__await__()

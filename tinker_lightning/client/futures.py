@@ -195,16 +195,25 @@ class TinkerFuture(Generic[T]):
 
         A pending custom loss is evaluated on a thread of its own then.
         """
+        return self.handed(lambda result: result)
+
+    def handed(self, change: Callable[[T], U]) -> concurrent.futures.Future[U]:
+        """Returns a future like `future()`, of the converted result."""
         if not self.is_sent:
             background.run_on_thread(self.wait, self.operation)
-        handed = _StandardFuture(self)
+        handed = _StandardFuture[U](self)
+        # What is settled is let go of then: the source lives as long as the result, which may be what keeps the source.
+        unsettled = [(handed, change)]
 
         def settle(_: object) -> None:
+            handed, change = unsettled.pop()
             if handed.set_running_or_notify_cancel():
                 try:
-                    handed.set_result(self._result())
+                    handed.set_result(change(self._result()))
                 except BaseException as error:
                     handed.set_exception(error)
+                finally:
+                    del handed, change  # which the traceback of the error would keep
 
         self._source.add_done_callback(settle)
         return handed
@@ -244,7 +253,7 @@ class TinkerFuture(Generic[T]):
 class _StandardFuture(concurrent.futures.Future[T]):
     """A future of the standard library; reading it reads the failure of the operation."""
 
-    def __init__(self, operation: TinkerFuture[T]) -> None:
+    def __init__(self, operation: TinkerFuture[Any]) -> None:
         super().__init__()
         self._operation = operation
 
