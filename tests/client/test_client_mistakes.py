@@ -140,7 +140,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 
 TOLD_BY_THE_SERVER = (
-    "a path that leads nowhere",
     "a token that is not in the vocabulary",
     "the same in a custom loss",
     "an input that is missing",

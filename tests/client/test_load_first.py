@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.server import EmbeddedTrainer, create_app
 
 if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
     from tests.helpers.backends import Running
     from tests.helpers.imitations.load_first import Loading
     from tinker_lightning.client import ServiceClient
@@ -204,37 +207,117 @@ def test_an_unknown_server_that_forbids_loads_is_named_and_measured(trainer: Emb
         assert report.dialect.loads_first
 
 
-def test_the_official_client_is_replaced_by_one_with_the_state(
-    trainer: EmbeddedTrainer, running: Running, caplog: pytest.LogCaptureFixture
+def official(url: str, stack: contextlib.ExitStack, rank: int = 4) -> Any:
+    service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=SDK_KEY))
+    return as_sdk_client(service.create_lora_training_client("tiny", rank=rank, seed=1))
+
+
+def as_sdk_client(created: Any) -> Any:
+    """The client, of which the SDK returns a future from 0.38 on."""
+    return created.result() if hasattr(created, "result") else created
+
+
+class Mine(tinker.TrainingClient):
+    """A client of the user's own."""
+
+
+class Wrapper:
+    """An object around the official client, which it calls for everything."""
+
+    def __init__(self, client: Any) -> None:
+        self.wrapped = client
+        self.forward_backward_custom = client.forward_backward_custom
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+def as_mine(client: Any) -> Any:
+    client.__class__ = Mine
+    return client
+
+
+WAYS: dict[str, Any] = {"client": lambda client: client, "subclass": as_mine, "wrapper": Wrapper}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", ["load first", "in place"])
+def test_the_official_client_continues_with_a_new_model(
+    trainer: EmbeddedTrainer, running: Running, how: str, way: str
 ) -> None:
-    with running(LoadFirst(create_app(trainer))) as url, tinker.ServiceClient(base_url=url, api_key=SDK_KEY) as theirs:
-        sdk: Any = theirs.create_lora_training_client("tiny", rank=4, seed=1)
-        sdk = getattr(sdk, "result", lambda: sdk)()
-        other: Any = theirs.create_lora_training_client("tiny", rank=8, seed=1)
-        wide = getattr(other, "result", lambda: other)().save_state("wide").result().path
+    """Whatever the server permits, nothing is called that SDK 0.38 warns about; the user's object goes along."""
+    app = create_app(trainer)
+    dialect = HOSTED if how == "load first" else None
+    with running(LoadFirst(app) if dialect else app) as url, contextlib.ExitStack() as stack:
+        sdk = official(url, stack)
+        theirs = WAYS[way](sdk)
+        model: Any = as_backend(theirs, dialect)
+        reference = stack.enter_context(loading("in place", trainer)).create_lora_training_client("tiny", 4, seed=1)
+        for each in (reference, model):
+            train(each)
+            path = each.save_state("one").result().path
+            train(each)
+            each.forward_backward(DATA, "cross_entropy")  # dropped by the load
+            each.load_state_with_optimizer(path)
+            train(each)
+        assert bits(trainer, model.model_id) == bits(trainer, reference.model_id)
+        earlier = path.split("/")[2]
+        assert model.client is theirs
+        assert model.model_id == sdk.model_id != earlier
+        assert trainer.registry.model(earlier).adapter is None  # unloaded
+        assert sdk.save_state("by-the-user").result().path.split("/")[2] == sdk.model_id
+        for each in (reference, model):
+            each.load_state(path).result()
+            train(each)
+        assert bits(trainer, model.model_id) == bits(trainer, reference.model_id)
+
+
+def test_a_state_whose_save_by_the_official_client_has_not_ended_is_loaded(
+    trainer: EmbeddedTrainer, running: Running
+) -> None:
+    app = LoadFirst(create_app(trainer))
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/save_weights"):
+            await asyncio.sleep(0.3)  # requests that were sent later arrive earlier
+        await app(scope, receive, send)
+
+    with running(slow) as url, contextlib.ExitStack() as stack:
+        model: Any = as_backend(official(url, stack), HOSTED)
+        train(model)
+        earlier = model.model_id
+        model.save_state("late")
+        model.load_state(f"tinker://{earlier}/weights/late").result()
+        assert model.model_id != earlier
+
+
+def test_a_load_by_the_official_client_that_fails_leaves_its_model(trainer: EmbeddedTrainer, running: Running) -> None:
+    with running(LoadFirst(create_app(trainer))) as url, contextlib.ExitStack() as stack:
+        wide = official(url, stack, rank=8).save_state("wide").result().path
+        sdk = official(url, stack)
         model: Any = as_backend(sdk, HOSTED)
-        with loading("in place", trainer) as service:
-            reference = service.create_lora_training_client("tiny", rank=4, seed=1)
-            for each in (reference, model):
-                train(each)
-                path = each.save_state("one").result().path
-                train(each)
-                each.load_state_with_optimizer(path).result()
-                train(each)
-            assert bits(trainer, model.model_id) == bits(trainer, reference.model_id)
-            for each in (reference, model):
-                each.load_state(path).result()
-                train(each)
-            assert bits(trainer, model.model_id) == bits(trainer, reference.model_id)
-        assert model.client.model_id == model.model_id != sdk.model_id
-        assert sum("loads states only into new models" in record.getMessage() for record in caplog.records) == 1
+        train(model)
+        earlier, before = model.model_id, bits(trainer, model.model_id)
         with pytest.raises(InvalidInput, match="has lora_rank=8, but this model has 4"):
             model.load_state(wide).result()
+        with pytest.raises(NotFound, match="missing"):
+            model.load_state_with_optimizer(f"tinker://{earlier}/weights/missing").result()
+        assert model.model_id == sdk.model_id == earlier
+        assert bits(trainer, earlier) == before
+        ready = [each for each in trainer.registry.models() if each.adapter is not None]
+        assert len(ready) == 2  # what was created from the other state is unloaded again
+        train(model)
 
-        class Mine(tinker.TrainingClient):
-            """A client of the user's own, of which nobody else can create another one."""
 
-        sdk.__class__ = Mine
-        mine: Any = as_backend(sdk, HOSTED)
-        with pytest.raises(Unsupported, match="a new Mine cannot be created here"):
-            mine.load_state(path)
+def test_a_client_that_cannot_continue_with_another_model_is_named(trainer: EmbeddedTrainer, running: Running) -> None:
+    """Such as one that only has the methods and the connection of the official one."""
+    with running(create_app(trainer)) as url, contextlib.ExitStack() as stack:
+        sdk = official(url, stack)
+
+        class Similar:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(sdk, name)
+
+        model: Any = as_backend(Similar(), HOSTED)
+        with pytest.raises(Unsupported, match="a Similar cannot continue with another model"):
+            model.load_state(f"tinker://{sdk.model_id}/weights/one")

@@ -40,6 +40,20 @@ def fit(client: Any, folder: Path) -> None:
     trainer.validate(module, loader(2, 2), verbose=False)
 
 
+def resume(client: Any, folder: Path) -> None:
+    files = ModelCheckpoint(folder, monitor="train_loss", save_last=True)
+    module = RemoteModule(client, learning_rate=1e-2)
+    quiet(max_epochs=1, callbacks=[files], enable_checkpointing=True).fit(module, loader())
+    trainer = quiet(max_epochs=2)
+    trainer.test(module, loader(2, 2), ckpt_path=files.best_model_path, verbose=False)
+    trainer.fit(module, loader(), ckpt_path=files.last_model_path)
+    module.load_state_dict(module.state_dict())
+    assert trainer.global_step == 8
+    # The object that the user has goes along, and saves what was trained.
+    theirs = client.result() if isinstance(client, tinker.APIFuture) else client
+    assert theirs.save_state("after").result().path.split("/")[2] == module.lm.backend.model_id
+
+
 def grpo(client: Any, _: Path) -> None:
     module = GRPO(client, learning_rate=1e-2)
     tasks = RolloutLoader(ROWS, lambda _, text: float(len(text)), group_size=2, batch_size=2, sampling_params=SHORT)
@@ -59,8 +73,9 @@ def export_adapter(client: Any, folder: Path) -> None:
     assert (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("use", [fit, grpo, generation_eval, export_adapter])
+@pytest.mark.parametrize("use", [fit, resume, grpo, generation_eval, export_adapter])
 @pytest.mark.parametrize("is_awaited", [True, False], ids=["client", "future of a client"])
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
 @pytest.mark.filterwarnings("ignore:adapter_config.json names the base model")  # a folder on this machine
 def test_no_future_warning(
     service: tinker.ServiceClient, tmp_path: Path, use: Callable[[Any, Path], None], is_awaited: bool

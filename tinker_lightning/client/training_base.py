@@ -65,7 +65,7 @@ class BaseTrainingClient:
 
     @property
     def model_id(self) -> str:
-        """The model; another one after a state was loaded on a server that loads only into new models."""
+        """The model; another one after a state was loaded where that takes a new model."""
         return self._sender.model_id
 
     def forward(
@@ -324,13 +324,13 @@ class BaseTrainingClient:
         self._before_load(name)
         with self._changing() as samples:
             loaded = self.unread.add(self._sender.load(name, path, token, samples))
-        self._loading = loaded if self.dialect.loads_first else None
+        self._loading = loaded if self._sender.replaces_model else None
         return loaded
 
     def _before_load(self, name: str) -> None:
         """Evaluates pending losses. Gradients that the server would keep are no longer sent."""
         reason = f"dropped by {name}, before which no optim_step was called"
-        if self.dialect.clears_gradient or self.dialect.loads_first:
+        if self.dialect.clears_gradient or self._sender.replaces_model:
             self._flush()
             self._queue.clear(reason)
             return

@@ -34,9 +34,7 @@ def test_a_deleted_checkpoint_is_gone_and_others_stay(backend: Backend) -> None:
     folder = backend.trainer.store.root / model.model_id.replace(":", "+")
     assert [each.name for each in (folder / "weights").iterdir()] == []
     assert [each.name for each in (folder / "sampler_weights").iterdir()] == ["one"]
-    # The official SDK passes on the category of a failed operation, "user", but not its class.
-    expected = InvalidInput if backend.name == "official SDK" else NotFound
-    with pytest.raises(expected, match="no such checkpoint"):
+    with pytest.raises(NotFound, match="no such checkpoint"):
         model.load_state_with_optimizer(paths[0]).result()
 
 

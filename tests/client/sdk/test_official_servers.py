@@ -90,6 +90,17 @@ def test_a_sequence_that_the_sdk_would_send_alone_raises(trainer: EmbeddedTraine
         client.unread.take_failures()
 
 
+def test_a_state_is_loaded_in_place_where_one_request_cannot_create_a_model_from_it(trainer: EmbeddedTrainer) -> None:
+    """The one use of what the SDK has deprecated: there, its other way would fail."""
+    with official("skyrl", trainer) as (client, _):
+        model_id, before = client.model_id, logprobs_of(client)
+        path = client.save_state("state").result().path
+        changed(client)
+        client.load_state_with_optimizer(path)
+        np.testing.assert_allclose(logprobs_of(client), before, atol=1e-6)
+        assert client.model_id == client.client.model_id == model_id
+
+
 @pytest.mark.parametrize("kind", ["together", "open-rl"])
 def test_a_forward_has_the_weights_that_the_server_needs(kind: Kind, trainer: EmbeddedTrainer) -> None:
     data = [each.with_inputs(weights=np.zeros(each.model_input.length, np.float32)) for each in BATCH]

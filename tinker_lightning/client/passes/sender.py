@@ -154,6 +154,11 @@ class ProtocolSender:
         return self.session.dialect
 
     @property
+    def replaces_model(self) -> bool:
+        """Whether a state is loaded into a new model, which takes the place of this one."""
+        return self.dialect.loads_first
+
+    @property
     def server(self) -> str:
         """The server's URL, or the embedded trainer."""
         return "the embedded trainer" if self.channel.target.in_process is not None else self.channel.url
@@ -199,7 +204,7 @@ class ProtocolSender:
 
         Where the server loads only first, a model with the weights takes its place when the result arrives.
         """
-        if self.dialect.loads_first and self._last_number:
+        if self.replaces_model and self._last_number:
             model = replace(self.model, model_seq_id=self.channel.count("model"))
             with self._lock:
                 in_flight = [TinkerFuture(each, "") for each in self._in_flight]

@@ -88,11 +88,12 @@ def as_sampler(client: Any) -> Any:
 
 def _sdk_client(client: Any, wrappers: int) -> Any | None:
     """Returns the SDK's training client that a client is or wraps: the object with the SDK's connection."""
-    if _is_official(client, "TrainingClient") or "tinker" in _packages(getattr(client, "holder", None)):
-        return client
+    if _is_official(client, "TrainingClient"):
+        return _created(client)
     wrapped = getattr(client, "__dict__", {}).values() if wrappers else ()
     found = (_sdk_client(each, wrappers - 1) for each in wrapped if hasattr(each, "forward_backward_custom"))
-    return next((each for each in found if each is not None), None)
+    own = client if "tinker" in _packages(getattr(client, "holder", None)) else None
+    return next((each for each in found if each is not None), own)
 
 
 @functools.cache

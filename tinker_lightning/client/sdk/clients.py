@@ -71,7 +71,7 @@ class OfficialTrainingClient(BaseTrainingClient):
 
     @property
     def client(self) -> Any:
-        """The client that is called; a new one after a state was loaded on a server that loads only into new models."""
+        """The client that is called: the one that was passed."""
         return self._sdk.client
 
     @property
@@ -183,13 +183,19 @@ class OfficialTrainingClient(BaseTrainingClient):
         return self._calls.translated("get_tokenizer", self.client.get_tokenizer)
 
     def save_weights_external(
-        self, name: str, ttl_seconds: int | None = None
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> TinkerFuture[SaveWeightsExternalResponse]:
-        """Saves weights for download under a name."""
+        """Saves weights for download under a name, encrypted for recipients if any are given."""
         self._flush()
         return self._submit(
             "save_weights_external",
-            lambda: self.client.save_weights_external(name, ttl_seconds),
+            partial(
+                self._save,
+                "save_weights_external",
+                name,
+                ttl_seconds=ttl_seconds,
+                age_encryption_recipients=age_encryption_recipients,
+            ),
             lambda r: SaveWeightsExternalResponse(r.path),
         )
 

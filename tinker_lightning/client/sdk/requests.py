@@ -6,6 +6,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import itertools
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,11 +36,17 @@ class Calls:
 
     def __init__(self, model_id: str | None) -> None:
         self._model_id = model_id
+        self._in_flight: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def submit(self, operation: str, send: Callable[[], Any], convert: Callable[[Any], T]) -> TinkerFuture[T]:
         """Sends with the SDK; returns a future of the converted result, or list of results."""
-        sent = TinkerFuture(_source(self._sent(operation, send)), self._subject(operation))
-        return sent.then(convert, partial(self._error, operation))
+        source = _source(self._sent(operation, send))
+        self._in_flight.add(source)
+        return TinkerFuture(source, self._subject(operation)).then(convert, partial(self._error, operation))
+
+    def in_flight(self) -> list[Future[Any]]:
+        """Returns the futures of submitted calls that have not ended."""
+        return [each for each in self._in_flight if not each.done()]
 
     def translated(self, operation: str, action: Callable[[], Any]) -> Any:
         """Runs an action and waits if it returns a future; converts its errors to ours."""

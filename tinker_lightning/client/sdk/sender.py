@@ -6,14 +6,18 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tinker
 from tinker import types as sdk
+from typing_extensions import override
 
+from tinker_lightning.client import models
 from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import live_weights, preparation
@@ -22,14 +26,15 @@ from tinker_lightning.client.sdk import convert
 from tinker_lightning.client.sdk.requests import Calls, in_thread, value
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
-from tinker_lightning.client.transport.session import fetch_capabilities
-from tinker_lightning.client.transport.target import Credentials
-from tinker_lightning.errors import InvalidInput, Unsupported
+from tinker_lightning.client.transport.session import Session, fetch_capabilities
+from tinker_lightning.client.transport.target import HOSTED_URL, Credentials
+from tinker_lightning.errors import InvalidInput, TinkerLightningError, Unsupported
 from tinker_lightning.threads.background import BackgroundLoop
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.dialects.surrogate import Surrogate
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
     from tinker_lightning.client.passes.live_weights import LiveWeights
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.types import Datum
+
+T = TypeVar("T")
 
 logger = logging.getLogger("tinker_lightning.client")
 
@@ -67,7 +74,6 @@ class SdkSender:
         self.model_id = str(getattr(inner, "model_id", type(client).__name__))
         self.calls = Calls(self.model_id)
         self._dialect = dialect
-        self._has_moved = False  # to another model, with the log saying so
 
     @property
     def dialect(self) -> Dialect:
@@ -139,6 +145,21 @@ class SdkSender:
             combined,
         )
 
+    @property
+    def replaces_model(self) -> bool:
+        """Whether a state is loaded into a new model: where the server wants that, or the SDK, from 0.38 on.
+
+        The SDK creates a model from a state in one request, which older servers do not have.
+        """
+        if self.dialect.loads_first:
+            return True
+        is_deprecated = hasattr(tinker.TrainingClient.load_state, "__deprecated__")
+        return is_deprecated and self._is_official and self.dialect.knows("load_weights", "session_id")
+
+    @property
+    def _is_official(self) -> bool:
+        return isinstance(self.inner, tinker.TrainingClient)
+
     def load(
         self,
         name: str,
@@ -146,57 +167,67 @@ class SdkSender:
         token: str | None,
         after: Sequence[TinkerFuture[Any]],  # noqa: ARG002 what must end first was waited for at the call
     ) -> TinkerFuture[LoadWeightsResponse]:
-        """Loads saved weights into the model; into a new one, with a client of its own, where the server wants that."""
+        """Loads saved weights into the model, or into a new one, which the SDK's client then continues with."""
         settings = {} if token is None else {"weights_access_token": token}
-        if self.dialect.loads_first:
-            create = functools.partial(self._create_from, self._creation(name), name, path, settings)
+        if self.replaces_model:
+            if not self._is_official:
+                raise Unsupported(
+                    f"{name}: servers of the dialect {self.dialect.name!r} load states only into new models, and a "
+                    f"{type(self.inner).__name__} cannot continue with another model. Create a client from the state, "
+                    "with the SDK's create_training_client_from_state_with_optimizer(), and pass that."
+                )
+            continued = functools.partial(self._continue_from, name, path, settings, self.calls.in_flight())
             return self.calls.submit(
-                name, lambda: in_thread(create), lambda _: LoadWeightsResponse(path, self.model_id)
+                name, lambda: in_thread(continued), lambda _: LoadWeightsResponse(path, self.model_id)
             )
 
         def load() -> Any:
-            with warnings.catch_warnings():  # the SDK recommends creating a new client instead
+            with warnings.catch_warnings():  # this server has no other way
                 warnings.simplefilter("ignore", FutureWarning)
                 return getattr(self.client, name)(path, **settings)
 
         return self.calls.submit(name, load, lambda result: LoadWeightsResponse(result.path))
 
-    def _creation(self, name: str) -> Callable[..., Any]:
-        """Returns the SDK's method that creates a client from a state in the session of this one."""
-        service = tinker.ServiceClient()  # opens nothing before it is used
-        if type(self.client) is not tinker.TrainingClient or not hasattr(service, "_session_holder"):
-            raise Unsupported(
-                f"{name}: servers of the dialect {self.dialect.name!r} load states only into new models, and a new "
-                f"{type(self.client).__name__} cannot be created here. Create one from the state, with the SDK's "
-                "create_training_client_from_state_with_optimizer(), and pass that."
-            )
-        service._session_holder = service._rest_holder = self.client.holder
-        method: Callable[..., Any] = getattr(service, name.replace("load", "create_training_client_from"))
-        return method
+    def _continue_from(self, name: str, path: str, settings: dict[str, Any], in_flight: list[Future[Any]]) -> None:
+        """Creates a model from a state, makes the SDK's client continue with it, and unloads the earlier one.
 
-    def _create_from(self, creation: Callable[..., Any], name: str, path: str, settings: dict[str, str]) -> None:
-        """Continues with a client that is created from a state."""
-        client = value(creation(path, **settings))
-        earlier, created = (value(each.get_info()) for each in (self.client, client))
-        for what in ("lora_rank", "model_name"):
-            if getattr(earlier, what) != getattr(created, what):
+        Requests that are in flight end first: one of them may save the state.
+        """
+        wait(in_flight)
+        earlier = value(self.inner.get_info())
+        create = getattr(_SameSession(self.inner.holder), name.replace("load", "create_training_client_from"))
+        optimizer = getattr(earlier, "optimizer_config", None)
+        if optimizer is not None and "optimizer" in inspect.signature(create).parameters:
+            settings = {**settings, "optimizer": optimizer}  # of a state with an optimizer, it is the state's
+        client = value(create(path, **settings))
+        created = value(client.get_info())
+        for what in ("lora_rank", "model_name", "optimizer_config"):
+            wanted, found = getattr(earlier, what, None), getattr(created, what, None)
+            if wanted != found:
+                self._unload(str(client.model_id))
                 raise InvalidInput(
-                    f"{name}: {path} has {what}={getattr(created, what)}, but this model has {getattr(earlier, what)}. "
-                    "Create a client from the state instead: create_training_client_from_state()."
+                    f"{name}: {path} has {what}={found}, but this model has {wanted}. Create a client from the state "
+                    "instead: create_training_client_from_state()."
                 )
-        if not self._has_moved:
-            self._has_moved = True
-            logger.warning(
-                "%s: %s loads states only into new models. From here on, the model %s is trained, by the SDK's client "
-                "in `client` of this backend; the one that was passed stays with %s.",
-                name,
-                self.server,
-                client.model_id,
-                self.model_id,
-            )
-        self.client = self.inner = client
-        self.model_id = str(client.model_id)
+        previous = self.model_id
+        # The object that the user has is the new client from here on. Otherwise, its saves would be of the old model.
+        vars(self.inner).update(vars(client))
+        self.model_id = str(self.inner.model_id)
         self.calls = Calls(self.model_id)
+        logger.info("%s: %s is loaded into a new model, %s, in place of %s", name, path, self.model_id, previous)
+        self._unload(previous)
+
+    def _unload(self, model_id: str) -> None:
+        """Unloads a model if the server can; the SDK has no call for it."""
+
+        async def unload(connection: Connection) -> None:
+            session = await Session.join(connection, self.dialect, self.inner.holder.get_session_id())
+            await models.unload(session, model_id)
+
+        try:
+            _ask_server(self.inner, unload)
+        except TinkerLightningError as error:
+            logger.info("the model %s stays on %s until the session ends: %s", model_id, self.server, error)
 
     def _split(self, request: ServerPass) -> list[list[Datum]]:
         """Splits a batch where the server divides by the sequences of a request, so that each call is one request.
@@ -219,15 +250,44 @@ class SdkSender:
         return chunks
 
 
+class _SameSession(tinker.ServiceClient):
+    """Creates clients in the session of another one.
+
+    Args:
+        holder: The SDK's connection and session.
+    """
+
+    def __init__(self, holder: Any) -> None:  # opens no session, as the constructor of older releases does
+        self._holder = holder
+
+    @property
+    @override
+    def holder(self) -> Any:
+        return self._holder
+
+    @override
+    def get_telemetry(self) -> Any:
+        return self.holder.get_telemetry()
+
+
 def _detect_behind(client: Any) -> Dialect:
     """Returns the dialect of the server that a client of the official SDK talks to."""
-    url = _server_url(client)
-    if url is None:
+    if _server_url(client) is None:
         return servers.HOSTED
-    connection = Connection(url, Credentials(_given(client, "api_key", "TINKER_API_KEY")), None, _RETRY_POLICY)
+
+    async def ask(connection: Connection) -> Dialect:
+        return await detect(connection, await fetch_capabilities(connection))
+
+    return _ask_server(client, ask)
+
+
+def _ask_server(client: Any, ask: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+    """Runs requests of ours to the server of an SDK's client, with its API key."""
+    credentials = Credentials(_given(client, "api_key", "TINKER_API_KEY"))
+    connection = Connection(_server_url(client) or HOSTED_URL, credentials, None, _RETRY_POLICY)
     loop = BackgroundLoop(connection.close)
     try:
-        return loop.run(_detect(connection)).result()
+        return loop.run(ask(connection)).result()
     finally:
         loop.close()
 
@@ -235,10 +295,6 @@ def _detect_behind(client: Any) -> Dialect:
 def _server_url(client: Any) -> str | None:
     """Returns the URL that a client of the official SDK was given; None for the SDK's default."""
     return _given(client, "base_url", "TINKER_BASE_URL")
-
-
-async def _detect(connection: Connection) -> Dialect:
-    return await detect(connection, await fetch_capabilities(connection))
 
 
 def _given(client: Any, name: str, variable: str) -> str | None:
