@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import torch
 
-from tinker_lightning import Datum
+from tinker_lightning import AdamParams, Datum, ServiceClient
 from tinker_lightning.errors import InvalidInput, TinkerLightningError, Unsupported
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
-from tinker_lightning.server import EmbeddedTrainer
+from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import DimuonParams
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tinker_lightning.client import ServiceClient
 
 DATA = [Datum.from_tokens(list(text)) for text in (b"hello world, this is a text", b"a short one")]
 
@@ -210,4 +210,50 @@ def test_dimuon_sends_its_settings_and_fits_only_its_models(tmp_path: Path) -> N
         RemoteDiMuon([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(InvalidInput, match="beta1 must lie in"):
         RemoteDiMuon(RemoteLM(None).parameters(), beta1=1.0)
+    trainer.close()
+
+
+class Silent(httpx.ASGITransport):
+    """A server of DiMuon models that does not say which states are theirs, and of models only what it is told to."""
+
+    def __init__(self, trainer: EmbeddedTrainer, reported: str | None) -> None:
+        super().__init__(create_app(trainer))
+        self.reported = reported
+        self.steps: list[Any] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path.endswith("/optim_step"):
+            self.steps.append(json.loads(await request.aread()).get("optimizer_params"))
+            if self.steps[-1] is None:
+                return httpx.Response(400, json={"detail": "this model has another optimizer", "category": "user"})
+        response = await super().handle_async_request(request)
+        if not path.endswith(("/weights_info", "/get_info")):
+            return response
+        kind = self.reported if path.endswith("/get_info") else None
+        body = json.loads(await response.aread())
+        return httpx.Response(200, json={**body, "optimizer_config": None if kind is None else {"type": kind}})
+
+
+@pytest.mark.parametrize("reported", ["dimuon", None])
+def test_a_state_whose_optimizer_is_not_reported(reported: str | None, tmp_path: Path) -> None:
+    """The model's optimizer is asked for. If that is not known either, nothing is assumed, and the server decides."""
+    trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path)
+    server = Silent(trainer, reported)
+    with ServiceClient(base_url="http://embedded", transport=server) as service:
+        path = service.create_lora_training_client("tiny", rank=4).save_state("one").result().path
+        client = service.create_training_client_from_state_with_optimizer(path)
+        assert client.optimizer_kind == reported
+        RemoteDiMuon(RemoteLM(client).parameters())
+        server.steps.clear()
+        if reported:
+            with pytest.raises(InvalidInput, match="the settings are for adamw, but this model was created for dimuon"):
+                client.optim_step(AdamParams())
+            settings = None
+        else:
+            with pytest.raises(InvalidInput, match=r"another optimizer.* does not report .* adamw.* pass DimuonParams"):
+                client.optim_step(AdamParams()).result()
+            settings = DimuonParams()
+        client.optim_step(settings).exception()  # the trainer behind has no such optimizer
+        assert (server.steps[-1]["type"], len(server.steps)) == ("dimuon", 1 if reported else 2)
     trainer.close()

@@ -301,10 +301,13 @@ class ServiceClient:
         lora, kind = LoraConfig(info.lora_rank, None, *layers), optimizer_kind(optimizer or info.optimizer_config)
         settings = self._channel, self.losses, base_model or info.base_model, lora, user_metadata, kind
         if models.in_one_request(self.session.dialect) and token is None:
-            return TrainingClient.create(*settings, (info, path, operation))
-        client = TrainingClient.create(*settings)
-        load = client.load_state if operation == "load_state" else client.load_state_with_optimizer
-        load(path, token).result()
+            client = TrainingClient.create(*settings, (info, path, operation))
+        else:
+            client = TrainingClient.create(*settings)
+            load = client.load_state if operation == "load_state" else client.load_state_with_optimizer
+            load(path, token).result()
+        if operation == "load_state_with_optimizer" and info.optimizer_config is None:
+            client.find_optimizer()
         return client
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -51,7 +51,7 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         sender = ProtocolSender(channel, losses, model_id, model, partial(_cross_entropy_fault, channel, losses))
         super().__init__(sender)
         self.losses = losses
-        self.optimizer_kind = optimizer_kind(model.optimizer_config)
+        self.optimizer_kind: str | None = optimizer_kind(model.optimizer_config)
         self._channel = channel
         self.sender = sender
 
@@ -90,6 +90,19 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
             model_id = channel.wait(models.create_from_state(session, request, *state))
         return channel.watch(cls(channel, losses, model_id, request))
 
+    def find_optimizer(self) -> None:
+        """Asks for the optimizer of a model that was created from a state of which the server does not report it.
+
+        If the server does not report that of the model either, the settings of each step decide, and the server checks
+        them.
+        """
+        if not self.dialect.knows("create_model", "optimizer_config"):
+            return  # a generation of servers that has AdamW only
+        config = self.get_info().optimizer_config
+        self.optimizer_kind = None if config is None else optimizer_kind(config)
+        if self.optimizer_kind is not None:
+            self.sender.model = replace(self.sender.model, optimizer_config=config)
+
     def optim_step(self, optim_params: Any = None, *, adam_params: Any = None) -> TinkerFuture[OptimStepResponse]:
         """Takes an optimizer step on the accumulated gradient.
 
@@ -104,8 +117,11 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         is_adam = isinstance(params, AdamParams)
         settings = {"adam_params": params} if is_adam else {"optimizer_params": {"type": params.kind, **asdict(params)}}
         with self._step(params) as samples:
-            request = rq.OptimStepRequest
-            return self._submit("optim_step", "optim_step", OptimStepResponse, request, after=samples, **settings)
+            request, result = rq.OptimStepRequest, OptimStepResponse
+            step = self.sender.submit("optim_step", "optim_step", result, request, after=samples, **settings)
+            if self.optimizer_kind is None:
+                step = step.then(lambda taken: taken, partial(_explained, kind=params.kind))
+            return self.unread.add(step)
 
     optim_step_async = submitted(optim_step, before=BaseTrainingClient.forwards_async)
 
@@ -275,6 +291,17 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
     def _submit(self, *args: Any, **kw: Any) -> TinkerFuture[Any]:
         """Sends one request and tracks its future; see `ProtocolSender.submit`."""
         return self.unread.add(self.sender.submit(*args, **kw))
+
+
+def _explained(error: BaseException, kind: str) -> BaseException:
+    """Returns the failure of a step on a model whose optimizer the server does not report, with what may be wrong."""
+    if isinstance(error, InvalidInput):
+        others = " or ".join(each.__name__ for each in OPTIMIZERS.values() if each.kind != kind)
+        error.args = (
+            f"{error}. The server does not report the optimizer of the state from which this model was created, and "
+            f"this step has the settings of {kind}. If the state was saved with another optimizer, pass {others}.",
+        )
+    return error
 
 
 def _cross_entropy_fault(channel: Channel, losses: Losses, model_id: str) -> str | None:
