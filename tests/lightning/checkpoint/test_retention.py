@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from tests.helpers.checkpoints import state_in
+from tests.helpers.imitations.load_first import LOADINGS, LOADINGS_IN_SOAK, loading
 from tests.helpers.soaking import first_only, mostly_soak
 from tests.helpers.trainers import SMALL, loader, new, quiet
 from tinker_lightning import RemoteModule
@@ -26,13 +28,14 @@ from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     import lightning.pytorch as pl
+
+    from tests.helpers.imitations.load_first import Loading
 
 pytestmark = [
     *SMALL,
@@ -64,19 +67,34 @@ class Server:
     def fit(self, *callbacks: pl.Callback, resume: str | None = None, **options: Any) -> pl.Trainer:
         """Two epochs of four steps each, validated behind each; in a module of their own."""
         options = {"max_epochs": 2, "callbacks": list(callbacks), "enable_checkpointing": bool(callbacks), **options}
-        trainer = quiet(**options)
-        trainer.fit(new(self.service, RemoteModule), loader(), loader(count=2), ckpt_path=resume)
+        trainer, module = quiet(**options), new(self.service, RemoteModule)
+        if resume and self.service.session.dialect.loads_first:
+            trainer.validate(module, loader(count=2), verbose=False)  # after which a state takes a new model
+        trainer.fit(module, loader(), loader(count=2), ckpt_path=resume)
         return trainer
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+@contextlib.contextmanager
+def reached(how: Loading, tmp_path: Path) -> Iterator[Server]:
     trainer = EmbeddedTrainer(["tiny"], data_dir=tmp_path / "data")
     folder = tmp_path / "files"
     folder.mkdir()
-    with embedded_service(trainer) as service:
+    with loading(how, trainer) as service:
         yield Server(trainer, service, folder)
     trainer.close()
+
+
+@pytest.fixture(params=LOADINGS_IN_SOAK)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    with reached(request.param, tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=LOADINGS)
+def resumed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """For what loads states: also on a server where that takes a new model, after which other states are named."""
+    with reached(request.param, tmp_path) as server:
+        yield server
 
 
 CALLBACKS: dict[str, tuple[list[dict[str, Any]], int]] = {
@@ -148,14 +166,14 @@ def best(server: Server, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(server.folder, "{step}", monitor="step", mode="max", save_top_k=2, **options)
 
 
-def test_a_later_process_removes_what_an_earlier_one_wrote(server: Server) -> None:
-    server.fit(best(server, save_last=True), max_epochs=3)
-    assert len(server.named()) == 3
-    first = set(server.named())
-    server.fit(best(server, save_last=True), max_epochs=6, resume=str(server.folder / "last.ckpt"))
-    assert server.states() == server.named()
-    assert len(server.named()) == 3
-    assert not first & set(server.named())
+def test_a_later_process_removes_what_an_earlier_one_wrote(resumed: Server) -> None:
+    resumed.fit(best(resumed, save_last=True), max_epochs=3)
+    assert len(resumed.named()) == 3
+    first = set(resumed.named())
+    resumed.fit(best(resumed, save_last=True), max_epochs=6, resume=str(resumed.folder / "last.ckpt"))
+    assert resumed.states() == resumed.named()
+    assert len(resumed.named()) == 3
+    assert not first & set(resumed.named())
 
 
 def test_files_saved_by_hand_are_overwritten_and_removed(server: Server) -> None:
@@ -212,16 +230,16 @@ def test_trainers_of_one_module_share_no_state(server: Server) -> None:
     assert server.states() == server.named()
 
 
-def test_a_file_that_a_run_has_resumed_from_keeps_its_state(server: Server) -> None:
-    server.fit(ModelCheckpoint(server.folder / "a", save_last=True, save_top_k=0))
-    last = server.folder / "a" / "last.ckpt"
-    server.fit(
-        ModelCheckpoint(server.folder / "b", "{step}", every_n_train_steps=1, save_top_k=1),
+def test_a_file_that_a_run_has_resumed_from_keeps_its_state(resumed: Server) -> None:
+    resumed.fit(ModelCheckpoint(resumed.folder / "a", save_last=True, save_top_k=0))
+    last = resumed.folder / "a" / "last.ckpt"
+    resumed.fit(
+        ModelCheckpoint(resumed.folder / "b", "{step}", every_n_train_steps=1, save_top_k=1),
         max_epochs=4,
         resume=str(last),
     )
-    assert server.states() == server.named()
-    assert len(server.named()) == 2
+    assert resumed.states() == resumed.named()
+    assert len(resumed.named()) == 2
 
 
 def test_a_copy_keeps_the_state_of_a_file_that_is_removed(server: Server) -> None:
@@ -269,12 +287,13 @@ def test_states_outlive_the_files_that_a_plugin_is_still_to_overwrite(server: Se
 
 def test_files_on_another_file_system_release_their_states(server: Server) -> None:
     """Those of an earlier process, too."""
+    folder = f"memory://{server.folder.parent.name}"
     options: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
-    server.fit(ModelCheckpoint("memory://checkpoints", "{step}", **options))
+    server.fit(ModelCheckpoint(folder, "{step}", **options))
     first = server.states()
     assert len(first) == 2
-    again = ModelCheckpoint("memory://checkpoints", "{step}", **options)
-    server.fit(again, max_epochs=3, resume="memory://checkpoints/last.ckpt")
+    again = ModelCheckpoint(folder, "{step}", **options)
+    server.fit(again, max_epochs=3, resume=f"{folder}/last.ckpt")
     assert len(server.states()) == 2
     assert not set(first) & set(server.states())
 
