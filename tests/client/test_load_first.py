@@ -23,6 +23,7 @@ from tests.helpers.imitations.load_first import (
 from tests.helpers.reference import bits
 from tinker_lightning import AdamParams, Datum, SamplingParams
 from tinker_lightning.client import as_backend
+from tinker_lightning.client.dialects import dialect_named
 from tinker_lightning.doctor import CHECKS, examine
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -321,3 +322,13 @@ def test_a_client_that_cannot_continue_with_another_model_is_named(trainer: Embe
         model: Any = as_backend(Similar(), HOSTED)
         with pytest.raises(Unsupported, match="a Similar cannot continue with another model"):
             model.load_state(f"tinker://{sdk.model_id}/weights/one")
+
+
+def test_an_unknown_server_that_forbids_loads_is_named_to_users_of_the_official_client(
+    trainer: EmbeddedTrainer, running: Running
+) -> None:
+    with running(LoadFirst(create_app(trainer))) as url, contextlib.ExitStack() as stack:
+        model: Any = as_backend(official(url, stack), dialect_named("protobuf"))
+        path = model.save_state("one").result().path
+        with pytest.raises(InvalidInput, match=r"not permitted with seq_id 2.*'protobuf'.*but\(loads_first=True\)"):
+            model.load_state(path).result()

@@ -51,7 +51,8 @@ def resume(client: Any, folder: Path) -> None:
     assert trainer.global_step == 8
     # The object that the user has goes along, and saves what was trained.
     theirs = client.result() if isinstance(client, tinker.APIFuture) else client
-    assert theirs.save_state("after").result().path.split("/")[2] == module.lm.backend.model_id
+    backend: Any = module.lm.backend
+    assert theirs.save_state("after").result().path.split("/")[2] == backend.model_id
 
 
 def grpo(client: Any, _: Path) -> None:

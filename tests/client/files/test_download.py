@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from tests.helpers.backends import Recorded
+    from tests.helpers.backends import Backend, Recorded
     from tinker_lightning.server import EmbeddedTrainer
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
@@ -75,6 +75,17 @@ def test_files_that_are_not_a_peft_adapter_raise(shared: EmbeddedTrainer, tmp_pa
         with pytest.raises(OperationFailed, match=r"sent model\.age, which is not a PEFT adapter"):
             model.export_adapter(tmp_path / "adapter")
     assert names(tmp_path) == []
+
+
+def test_weights_are_encrypted_for_recipients(backend: Backend) -> None:  # R5.17
+    pyrage = pytest.importorskip("pyrage")
+    model = backend.model()
+    recipients = [str(pyrage.x25519.Identity.generate().to_public())]
+    model.save_weights_external("secret", 3600, recipients).result()
+    model.save_weights_external("plain").result()
+    folder = backend.trainer.store.root / model.model_id.replace(":", "+") / "external_weights"
+    assert {*names(folder / "secret")} == {*(f"{name}.age" for name in FILES), "checkpoint.json"}
+    assert {*FILES} < {*names(folder / "plain")}
 
 
 async def _missing(_: Request) -> Response:

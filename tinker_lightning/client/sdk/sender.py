@@ -186,7 +186,12 @@ class SdkSender:
                 warnings.simplefilter("ignore", FutureWarning)
                 return getattr(self.client, name)(path, **settings)
 
-        return self.calls.submit(name, load, lambda result: LoadWeightsResponse(result.path))
+        loaded = self.calls.submit(name, load, lambda result: LoadWeightsResponse(result.path))
+        return loaded.then(lambda result: result, self._explained)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        error.args = (f"{error}{self.dialect.load_hint(str(error))}",)
+        return error
 
     def _continue_from(self, name: str, path: str, settings: dict[str, Any], in_flight: list[Future[Any]]) -> None:
         """Creates a model from a state, makes the SDK's client continue with it, and unloads the earlier one.
