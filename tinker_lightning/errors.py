@@ -36,6 +36,7 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     │   └── RewardFailed                   a reward raised, took too long, or returned no number
     └── OperationFailed (RuntimeError)     an operation failed on the server
         ├── ResultExpired                  it succeeded, but its result has expired
+        ├── NotStored (OSError)            a checkpoint that cannot be written where the trainer runs
         ├── AnswerLost                     it may or may not have been executed
         └── TrainerClosed                  the embedded trainer was closed before it finished
 """
@@ -222,6 +223,10 @@ class OperationFailed(TinkerLightningError, RuntimeError):
 
 class ResultExpired(OperationFailed):
     """The operation succeeded, but its result has expired on the server."""
+
+
+class NotStored(OperationFailed, OSError):
+    """A checkpoint cannot be written where the trainer runs, or exceeds its limit; the message has path and sizes."""
 
 
 class AnswerLost(OperationFailed):

@@ -60,6 +60,11 @@ def add_to(commands: Any) -> None:
         help="the most memory that the server takes, e.g. 6G; requests beyond it fail (default: 60%% of the memory)",
     )
     parser.add_argument(
+        "--disk-limit",
+        metavar="SIZE",
+        help="the most space that checkpoints and imported adapters take, e.g. 50G; saves beyond it fail",
+    )
+    parser.add_argument(
         "--token-budget",
         type=int,
         metavar="N",
@@ -90,5 +95,6 @@ def run(options: argparse.Namespace) -> int:
         sampling_seed=options.sampling_seed,
         memory_limit=None if options.memory_limit is None else parse_size(options.memory_limit),
         token_budget=options.token_budget,
+        disk_limit=None if options.disk_limit is None else parse_size(options.disk_limit),
     )
     return 0

@@ -17,6 +17,7 @@ from tinker_lightning.errors import (
     MessageTooLarge,
     NotFound,
     NotRetained,
+    NotStored,
     RequestConflict,
     TinkerLightningError,
     TrainerClosed,
@@ -88,7 +89,10 @@ def error_fields(error: BaseException) -> dict[str, str]:
     """Returns the category, "user" if the caller can fix the error, and, as an extension of the protocol, the class."""
     if not isinstance(error, TinkerLightningError):
         return {"category": "server"}
-    return {"category": "server" if isinstance(error, TrainerClosed) else "user", "error_class": type(error).__name__}
+    return {
+        "category": "server" if isinstance(error, NotStored | TrainerClosed) else "user",
+        "error_class": type(error).__name__,
+    }
 
 
 def error_text(error: BaseException) -> str:

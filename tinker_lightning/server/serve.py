@@ -81,11 +81,11 @@ def serve(
         )
     trainer = EmbeddedTrainer(models, allow_pickled_losses=allow_pickled_losses, **options)
     try:
-        trainer.store.root.mkdir(parents=True, exist_ok=True)
-        trainer.store.listing()  # removes expired checkpoints
+        trainer.store.prepare()
     except OSError as error:
         raise InvalidInput(
-            f"cannot store checkpoints in {trainer.store.root}: {error.strerror}. Choose another --data-dir."
+            f"cannot store checkpoints in {trainer.store.root}: {error.strerror or error}. Choose another --data-dir, "
+            "or let this user write there."
         ) from error
     app = create_app(trainer, api_key=keys)
     # The port is bound before the models are loaded, so that a port in use fails early.

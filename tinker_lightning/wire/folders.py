@@ -2,7 +2,8 @@
 
 A new folder is filled under a temporary name next to its destination and then renamed. A folder that is overwritten is
 first renamed to a backup name; if the process dies before the new folder is in place, the next reader restores the
-backup. Temporary folders that a killed process leaves behind are deleted later.
+backup. Temporary folders that a killed process leaves behind are deleted by the next one that writes next to them: a
+living process holds a lock on its own. Where there are no locks, they are deleted after a day.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises `FileExistsError` if the folder exists and `overwrite` is not set.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=LEFTOVERS[0], dir=folder.parent))
-    try:
+    with temporary_folder(folder.parent) as part:
         yield part
         part.chmod(0o755)
         for file in part.iterdir():
@@ -49,9 +49,7 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         sync(part)
         _move(part, folder, overwrite=overwrite)
         sync(folder.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    _clear_leftovers(folder.parent)
+    remove_leftovers(folder.parent)
 
 
 def find_folder(folder: Path) -> bool:
@@ -185,14 +183,56 @@ def _discard(folder: Path) -> None:
     """Removes a folder atomically by renaming it, then deletes its files."""
     if not folder.exists():
         return
-    gone = Path(tempfile.mkdtemp(prefix=LEFTOVERS[1], dir=folder.parent))
-    with contextlib.suppress(FileNotFoundError):  # another process has removed it
+    with (
+        temporary_folder(folder.parent, LEFTOVERS[1]) as gone,
+        contextlib.suppress(FileNotFoundError),  # another process has removed it
+    ):
         folder.rename(gone / "folder")
-    shutil.rmtree(gone, ignore_errors=True)
 
 
-def _clear_leftovers(parent: Path) -> None:
+def remove_leftovers(parent: Path) -> None:
+    """Deletes the temporary folders in a folder that belong to no living process."""
     for folder in parent.iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.startswith(LEFTOVERS) and folder.stat().st_mtime < time.time() - _LEFTOVER_SECONDS:
+            if folder.name.startswith(LEFTOVERS):
+                with _lock(folder) as is_locked:
+                    if is_locked or folder.stat().st_mtime < time.time() - _LEFTOVER_SECONDS:
+                        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str = LEFTOVERS[0]) -> Iterator[Path]:
+    """Yields a new folder that is deleted afterwards, and that no other process takes for a leftover until then."""
+    for _ in range(_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(FileNotFoundError):
+                stack.enter_context(_lock(folder, wait=True))
+            if not folder.exists():
+                continue  # another process has deleted it before it was locked
+            try:
+                yield folder
+            finally:
                 shutil.rmtree(folder, ignore_errors=True)
+            return
+    raise FileExistsError(str(parent))
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Locks a folder for this process; yields whether that succeeded. The lock ends with the process."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:  # another process has it, or the file system has no locks
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

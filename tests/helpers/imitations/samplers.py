@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.helpers.imitations.state import Refusal
-from tinker_lightning.server.trainer.checkpoint_store import TinkerPath
+from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 from tinker_lightning.types import requests as rq
 from tinker_lightning.wire import json as wire_json
 

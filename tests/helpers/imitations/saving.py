@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.imitations.state import Refusal
-from tinker_lightning.server.trainer.checkpoint_store import TinkerPath
+from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 from tinker_lightning.types import requests as rq
 
 if TYPE_CHECKING:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import zstandard
 
 from tinker_lightning.server import bodies
-from tinker_lightning.types import Datum
+from tinker_lightning.server.trainer.checkpoint_summary import FORMAT, CheckpointSummary, write_summary
+from tinker_lightning.types import Datum, LoraConfig
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf, tinker_pb2
 
@@ -48,8 +48,8 @@ def test_no_part_of_a_url_leads_out_of_the_folder(shared_api: Api, method: str, 
     decoys = {root.parent / "a" / "b": "tinker://a/weights/b", root / "run" / "weights" / "x": "tinker://run/weights/x"}
     for decoy, path in decoys.items():
         decoy.mkdir(parents=True, exist_ok=True)
-        saved = {"tinker_path": path, "base_model": "tiny", "lora_config": {}, "steps": 0, "created_at": "2020-01-01"}
-        (decoy / "checkpoint.json").write_text(json.dumps(saved))
+        saved = CheckpointSummary(path, "tiny", LoraConfig(), 0, "2020-01-01T00:00:00Z", format=FORMAT)
+        write_summary(decoy, saved)
     options: Any = {"json": {"ttl_seconds": 5}} if method != "GET" else {}
     response = shared_api.request(method, url.format(segment), **options)
     assert response.status_code in (400, 404, 405), response.text

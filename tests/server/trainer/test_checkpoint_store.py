@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import dataclasses
 import io
 import json
+import math
 import os
 import pickle
+import random
+import re
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, NotStored
 from tinker_lightning.server.trainer import checkpoint_store as module
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
+from tinker_lightning.server.trainer.checkpoint_summary import CheckpointSummary, TinkerPath, write_summary
 from tinker_lightning.types import LoraConfig
+from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +58,7 @@ def save(tiny: CausalLM) -> Callable[..., Any]:
             base_model="tiny",
             weights=weights,
             peft_config=tiny.lora.peft_config(CONFIG),
-            steps=int(value),
+            steps=1 if math.isnan(value) else int(value),
             training_state=state,
             **options,
         )
@@ -304,19 +311,172 @@ def test_a_kill_inside_a_change_leaves_it_done_or_not(tmp_path: Path, save: Call
         except NotFound:
             outcomes.add(None)
         prepare()
-    assert outcomes == ({False, None} if what == "delete" else {False})
+    assert outcomes == ({False, None} if what == "delete" else {False, True})
 
 
 def test_what_kills_left_behind_is_cleared_away_later(store: CheckpointStore, save: Callable[..., Any]) -> None:
     save(store)
     parent = store.root / "session-1+train+0" / "weights"
-    for name in (".part-old", ".gone-old", ".part-new"):
+    for name in (".part-old", ".gone-old"):
         (parent / name).mkdir()
         (parent / name / "file").touch()
-    for name in (".part-old", ".gone-old"):
-        os.utime(parent / name, (time.time() - 90000,) * 2)
+    with folders.temporary_folder(parent) as living:  # of another process
+        save(store, path=TinkerPath(PATH.run, "weights", "next"))
+        assert sorted(folder.name for folder in parent.iterdir()) == [living.name, "next", "state"]
+    (parent / ".part-killed").mkdir()
+    CheckpointStore(store.root).prepare()
+    assert sorted(folder.name for folder in parent.iterdir()) == ["next", "state"]
+
+
+# Damage
+
+
+def is_equal(damaged: bytes, whole: bytes) -> bool:
+    """Whether two texts are the same summary: white space, and the name of a field with its default, may differ."""
+    with contextlib.suppress(InvalidInput):
+        return CheckpointSummary.parse(damaged) == CheckpointSummary.parse(whole)
+    return False
+
+
+def test_a_flipped_bit_anywhere_is_an_error(store: CheckpointStore, save: Callable[..., Any]) -> None:
+    """Otherwise a damaged disk would train other weights, or the right ones with another budget."""
+    save(store, user_metadata={"note": "first"}, token_budget=64, ttl_seconds=10**6)
+    folder = store.root / "session-1+train+0" / "weights" / "state"
+    draw = random.Random(0)  # noqa: S311
+    for name in ("checkpoint.json", "adapter_model.safetensors", "optimizer.safetensors"):
+        whole = (folder / name).read_bytes()
+        for at in draw.sample(range(8 * len(whole)), 200):
+            damaged = bytearray(whole)
+            damaged[at // 8] ^= 1 << at % 8
+            (folder / name).write_bytes(damaged)
+            if name == "checkpoint.json" and is_equal(damaged, whole):
+                continue  # such as other white space
+            with pytest.raises(InvalidInput, match=rf"{name} is damaged"):
+                store.load(PATH, training_state=True)
+        (folder / name).write_bytes(whole)
+    assert value_of(store) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        ({"format": 99}, "its format is 99, and this version of tinker-lightning reads 2"),
+        ({"format": 1}, "its format is 1"),
+        ({"steps": -5}, "steps must be at least 0, got -5"),
+        ({"token_budget": 0}, "token_budget must be at least 1"),
+        ({"expires_at": "soon"}, "expires_at: Invalid isoformat"),
+        ({"created_at": "2020-01-01T00:00:00"}, "created_at: has no time zone"),
+        ({"tinker_path": "tinker://other:train:0/weights/state"}, "it belongs to tinker://other:train:0/weights/state"),
+        ({"checksum": ""}, "checksum: missing"),
+        ({"steps": 2}, "its contents differ from its checksum"),
+        ({"lora_config": {"rank": -1}}, "rank must be at least 1"),
+    ],
+)
+def test_a_summary_that_nobody_has_written_is_named(
+    store: CheckpointStore,
+    save: Callable[..., Any],
+    change: dict[str, Any],
+    because: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = TinkerPath(PATH.run, "weights", "other")
+    save(store, path=other)
+    save(store)
+    folder = store.root / "session-1+train+0" / "weights" / "state"
+    content = json.loads((folder / "checkpoint.json").read_text()) | change
+    if "tinker_path" in change:
+        summary = dataclasses.replace(store.summary(PATH), **change, checksum="")
+        write_summary(folder, summary)
+    else:
+        (folder / "checkpoint.json").write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match=f"checkpoint.json is damaged: .*{re.escape(because)}"):
+        store.load(PATH)
+    for _ in range(2):
+        assert [summary.path for summary in store.listing()] == [other]
+    assert caplog.text.count("which is not a valid checkpoint") == 1  # not with each listing
+    CheckpointStore(store.root).prepare()
+
+
+def test_numbers_that_are_not_finite_are_an_error(store: CheckpointStore, save: Callable[..., Any]) -> None:
+    save(store, math.nan)
+    with pytest.raises(InvalidInput, match=r"adapter_model.safetensors is damaged: base_model.* is not finite"):
+        store.load(PATH)
+
+
+def test_a_download_of_damaged_files_is_an_error(store: CheckpointStore, save: Callable[..., Any]) -> None:
+    save(store)
+    config = store.root / "session-1+train+0" / "weights" / "state" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 2', '"r": 3'))
+    with pytest.raises(InvalidInput, match=r"adapter_config.json is damaged: its SHA-256"):
+        store.open_adapter(PATH)
+
+
+# Space
+
+
+def test_a_full_disk_is_named_with_path_and_bytes_and_leaves_nothing(
+    store: CheckpointStore, save: Callable[..., Any]
+) -> None:
+    resource = pytest.importorskip("resource")
+    save(store)
+    parent = store.root / "session-1+train+0" / "weights"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = r"weights/next cannot be written to .*: .*(large|os error).* It takes .* KiB, and .* are free there"
+    for size in (100, 3000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(NotStored, match=said):
+                save(store, path=TinkerPath(PATH.run, "weights", "next"))
+            with pytest.raises(NotStored) if size == 100 else contextlib.nullcontext():
+                store.set_ttl(PATH, 60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [folder.name for folder in parent.iterdir()] == ["state"]
+    assert value_of(store) == 1
     save(store, path=TinkerPath(PATH.run, "weights", "next"))
-    assert sorted(folder.name for folder in parent.iterdir()) == [".part-new", "next", "state"]
+
+
+def test_the_limit_for_the_disk_holds_for_saves_and_counts_what_is_replaced_once(
+    tmp_path: Path, save: Callable[..., Any]
+) -> None:
+    store = CheckpointStore(tmp_path, disk_limit=150_000)
+    for _ in range(20):
+        save(store, overwrite=True)
+    used = store.summary(PATH).size_bytes
+    room = (150_000 - used) // used
+    for i in range(room):
+        with contextlib.suppress(NotStored):
+            save(store, path=TinkerPath(PATH.run, "weights", f"other-{i}"))
+    said = r"takes .* KiB, but the other checkpoints take .* KiB of the 146 KiB that are allowed. Delete some"
+    with pytest.raises(NotStored, match=said):
+        save(store, path=TinkerPath(PATH.run, "weights", "last"))
+    assert sum(summary.size_bytes for summary in store.listing()) <= 150_000
+    for summary in store.listing()[1:]:
+        store.delete(summary.path)
+    save(store, path=TinkerPath(PATH.run, "weights", "last"))
+
+
+def test_a_listing_parses_each_summary_once_and_waits_for_no_save(
+    store: CheckpointStore, save: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(5):
+        save(store, path=TinkerPath(PATH.run, "weights", f"state-{i}"))
+    parsed: list[bytes] = []
+    parse = CheckpointSummary.parse
+
+    def counted(content: bytes) -> CheckpointSummary:
+        parsed.append(content)
+        return parse(content)
+
+    monkeypatch.setattr(CheckpointSummary, "parse", counted)
+    assert len(store.listing()) == len(parsed) == 5
+    with store._lock, ThreadPoolExecutor(1) as pool:  # as a save does
+        assert len(pool.submit(store.listing).result(10)) == 5
+    assert len(parsed) == 5
+    store.set_ttl(TinkerPath(PATH.run, "weights", "state-3"), 60)
+    del parsed[:]
+    assert [summary.expires_at is None for summary in store.listing()] == [True, True, True, False, True]
+    assert len(parsed) == 1
 
 
 # Several at once

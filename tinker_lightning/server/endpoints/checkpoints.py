@@ -23,7 +23,7 @@ from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.server.bodies import read
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import SIGNED, answer, sdk_release
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointSummary, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_summary import CheckpointSummary, TinkerPath
 from tinker_lightning.server.trainer.operations import OPTIMIZER_CONFIG
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types import responses as rs
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from tinker_lightning.server.trainer.checkpoint_store import Kind
+    from tinker_lightning.server.trainer.checkpoint_summary import Kind
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 T = TypeVar("T")

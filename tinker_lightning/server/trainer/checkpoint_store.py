@@ -3,9 +3,10 @@
     <root>/<run>/<kind>/<name>/
         adapter_config.json, adapter_model.safetensors    loads in peft, transformers and vLLM
         optimizer.safetensors                             AdamW state (kind `weights` only)
-        checkpoint.json                                   base model, LoRA config, steps, token budget, expiry
+        checkpoint.json                                   base model, LoRA config, steps, token budget, expiry, SHA-256
 
-The files of an encrypted adapter have the suffix `.age`.
+The files of an encrypted adapter have the suffix `.age`. `checkpoint.json` has the SHA-256 of each other file and of
+its own contents, and nothing is loaded that differs from it.
 A checkpoint is written to a temporary folder and renamed, so that readers never see a partial one. Several processes
 may share a root.
 """
@@ -15,114 +16,50 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
+import hashlib
 import logging
-import re
+import shutil
+import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, BinaryIO, Literal, Self, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.errors import InvalidInput, NotFound, NotStored
 from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.server.keys import Owner
-from tinker_lightning.types import LoraConfig
+from tinker_lightning.server.trainer.checkpoint_summary import (
+    ATTEMPTS,
+    ENCRYPTED,
+    FORMAT,
+    OPTIMIZER,
+    SUMMARY,
+    WEIGHTS,
+    CheckpointSummary,
+    TinkerPath,
+    check_run,
+    not_found,
+    read_summary,
+    write_summary,
+)
+from tinker_lightning.server.trainer.memory import format_size
 from tinker_lightning.wire import folders
-from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tinker_lightning.server.engine.interface import PeftConfig
 
 logger = logging.getLogger("tinker_lightning.server")
 
-Kind = Literal["weights", "sampler_weights", "external_weights"]
-
-_WEIGHTS, _OPTIMIZER, _SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
-# The files of a checkpoint that other programs need.
-_ADAPTER_FILES = ("adapter_config.json", _WEIGHTS)
-_ENCRYPTED = ".age"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
-_PATH = re.compile(r"tinker://([^/]+)/([^/]+)/([^/]+)")
-# The number of times that a read is repeated while the checkpoint is being overwritten.
-_ATTEMPTS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class TinkerPath:
-    """A checkpoint path, `tinker://<run>/<kind>/<name>`."""
-
-    run: str
-    kind: Kind
-    name: str
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidInput(
-                f"path: {self.name!r} is not a valid checkpoint name. Use up to 128 letters, digits, '.', '_' and '-'. "
-                "It must not begin with '.' or '-'."
-            )
-        check_run(self.run)
-        if self.kind not in get_args(Kind):
-            raise NotFound(f"unknown checkpoint kind {self.kind!r}; use one of {', '.join(get_args(Kind))}")
-
-    @classmethod
-    def parse(cls, text: str) -> TinkerPath:
-        """Parses a `tinker://` path."""
-        match = _PATH.fullmatch(text)
-        if match is None:
-            raise InvalidInput(f"path: {text!r} is not of the form tinker://<run>/<kind>/<name>")
-        run, kind, name = match.groups()
-        return cls(run, kind, name)  # type: ignore[arg-type]  # checked in __post_init__
-
-    def __str__(self) -> str:
-        return f"tinker://{self.run}/{self.kind}/{self.name}"
-
-
-def check_run(run: str) -> None:
-    """Raises `NotFound` for an invalid run name, so that it never reaches the file system."""
-    if not _RUN.fullmatch(run):
-        raise NotFound(f"there is no training run {run!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """The contents of `checkpoint.json`."""
-
-    tinker_path: str
-    base_model: str
-    lora_config: LoraConfig
-    steps: int
-    created_at: str
-    expires_at: str | None = None
-    size_bytes: int = 0
-    user_metadata: dict[str, str] | None = None
-    format: int = 1
-    token_budget: int | None = None
-    encrypted: bool = False
-    owner: str | None = None  # the name of the key that saved it
-
-    @property
-    def path(self) -> TinkerPath:
-        """Path of the checkpoint."""
-        return TinkerPath.parse(self.tinker_path)
-
-    @property
-    def adapter_files(self) -> list[str]:
-        """Names of the files that other programs need."""
-        return [name + _ENCRYPTED * self.encrypted for name in _ADAPTER_FILES]
-
-    @property
-    def is_expired(self) -> bool:
-        """True after the expiry."""
-        return self.expires_at is not None and datetime.fromisoformat(self.expires_at) <= datetime.now(UTC)
+# The space that a checkpoint takes in addition to its tensors.
+_OTHER_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +108,7 @@ class Encryption:
     def encrypt(self, folder: Path) -> None:
         """Replaces each file of a folder by an encrypted one, whose name has the suffix `.age`."""
         for file in list(folder.iterdir()):
-            self._encrypt_file(str(file), f"{file}{_ENCRYPTED}", self._recipients)
+            self._encrypt_file(str(file), f"{file}{ENCRYPTED}", self._recipients)
             file.unlink()
 
 
@@ -179,11 +116,21 @@ class CheckpointStore:
     """The checkpoints in a folder. All methods are thread-safe.
 
     The checkpoints of other owners are not found, with the error of a path that does not exist.
+
+    Args:
+        root: The folder.
+        disk_limit: The most bytes that all checkpoints take together.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, disk_limit: int | None = None) -> None:
+        if disk_limit is not None and disk_limit <= 0:
+            raise InvalidInput(f"disk_limit must be a positive number of bytes, got {disk_limit}")
         self.root = root
+        self.disk_limit = disk_limit
         self.owner = Owner()
+        self._is_clean = threading.Event()  # once this process has removed what killed saves have left
+        # By file, with the inode, time and size that it had: a listing parses each version once.
+        self._parsed: dict[Path, tuple[tuple[int, int, int], CheckpointSummary | None]] = {}
         # Serializes operations that read a checkpoint and then change it. Other processes are isolated by renames only.
         self._lock = threading.RLock()
 
@@ -210,6 +157,8 @@ class CheckpointStore:
     ) -> CheckpointSummary:
         """Writes a checkpoint atomically; raises `InvalidInput` if it exists and `overwrite` is not set."""
         folder = self._folder(path)
+        if not self._is_clean.is_set():
+            self._remove_leftovers()
         try:
             self.summary(path)  # removes an expired checkpoint
         except (NotFound, InvalidInput):
@@ -217,13 +166,15 @@ class CheckpointStore:
         else:
             if not overwrite:
                 raise _name_conflict(path)
+        state = training_state or {}
+        size = _OTHER_BYTES + weights.nbytes + sum(tensor.nbytes for tensor in state.values())
         try:
-            with self._lock, folders.new_folder(folder, overwrite=overwrite) as part:
+            with self._lock, self._storing(path, size), folders.new_folder(folder, overwrite=overwrite) as part:
                 tensors = {name: tensor.detach().contiguous() for name, tensor in weights.tensors.items()}
-                save_file(tensors, part / _WEIGHTS, metadata={"format": "pt"})
+                save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
                 peft_config.save_pretrained(str(part))
                 if training_state is not None:
-                    save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / _OPTIMIZER)
+                    save_file({name: tensor.contiguous() for name, tensor in training_state.items()}, part / OPTIMIZER)
                 if encryption is not None:
                     encryption.encrypt(part)
                 summary = CheckpointSummary(
@@ -236,10 +187,12 @@ class CheckpointStore:
                     size_bytes=sum(file.stat().st_size for file in part.iterdir()),
                     user_metadata=user_metadata,
                     token_budget=token_budget,
+                    format=FORMAT,
                     encrypted=encryption is not None,
                     owner=self.owner.name,
+                    sha256={file.name: _sha256(file) for file in part.iterdir()},
                 )
-                _write_summary(part, summary)
+                write_summary(part, summary)
         except FileExistsError as error:
             raise _name_conflict(path) from error
         return summary
@@ -247,13 +200,13 @@ class CheckpointStore:
     def summary(self, path: TinkerPath) -> CheckpointSummary:
         """Returns the summary of a checkpoint. An expired checkpoint is removed and raises `NotFound`."""
         folder = self._folder(path)
-        summary = _read_summary(path, folder)
+        summary = read_summary(path, folder)
         if not self.owner.owns(summary.owner):
-            raise _not_found(path)
+            raise not_found(path)
         if not summary.is_expired:
             return summary
         with self._lock:
-            if _read_summary(path, folder) == summary:  # otherwise it has been overwritten in the meantime
+            if read_summary(path, folder) == summary:  # otherwise it has been overwritten in the meantime
                 folders.remove_folder(folder)
         raise NotFound(f"{path} expired at {summary.expires_at}")
 
@@ -264,15 +217,17 @@ class CheckpointStore:
                 f"path: {path} has no optimizer state. Load only its weights, or a checkpoint written by save_state."
             )
         folder = self._folder(path)
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             summary = self.summary(path)
             if summary.encrypted:
                 raise InvalidInput(
                     f"path: {path} is encrypted and cannot be loaded here; only its files can be downloaded"
                 )
+            names = [WEIGHTS, *([OPTIMIZER] if training_state else [])]
             try:
-                weights = AdapterWeights(summary.lora_config, load_file(folder / _WEIGHTS))
-                state = load_file(folder / _OPTIMIZER) if training_state else None
+                changed = next((name for name in names if _sha256(folder / name) != summary.sha256.get(name)), None)
+                if changed is None:
+                    loaded = [load_file(folder / name) for name in names]
             except FileNotFoundError:
                 continue  # being overwritten
             except RuntimeError as error:  # as above, between the opening by safetensors and the mapping by torch
@@ -280,9 +235,18 @@ class CheckpointStore:
                     raise
             except SafetensorError as error:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
-            else:
-                if self.summary(path) == summary:
-                    return SavedAdapter(summary.base_model, weights, state, summary.token_budget)
+            if self.summary(path) != summary:
+                continue
+            if changed is not None:
+                raise _damaged(path, folder / changed)
+            for name, tensors in zip(names, loaded, strict=True):
+                wrong = next((each for each, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+                if wrong is not None:
+                    raise InvalidInput(f"path: {path}: {folder / name} is damaged: {wrong} is not finite")
+            weights = AdapterWeights(summary.lora_config, loaded[0])
+            return SavedAdapter(
+                summary.base_model, weights, loaded[1] if training_state else None, summary.token_budget
+            )
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
 
     def open_adapter(self, path: TinkerPath, name: str | None = None) -> dict[str, BinaryIO]:
@@ -291,14 +255,17 @@ class CheckpointStore:
         They stay readable if the checkpoint is removed.
         """
         folder = self._folder(path)
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             summary = self.summary(path)
             names = summary.adapter_files if name is None else [name]
             if name not in (None, *summary.adapter_files):
                 raise NotFound(f"{path} has no file {name!r}; it has {', '.join(summary.adapter_files)}")
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # being overwritten
                 files: dict[str, BinaryIO] = {each: stack.enter_context((folder / each).open("rb")) for each in names}
+                changed = next((each for each in names if _sha256(files[each]) != summary.sha256.get(each)), None)
                 if self.summary(path) == summary:
+                    if changed is not None:
+                        raise _damaged(path, folder / changed)
                     stack.pop_all()
                     return files
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
@@ -307,21 +274,43 @@ class CheckpointStore:
         """Returns the checkpoints, oldest first. One that another process is overwriting may be missing."""
         if run is not None:
             check_run(run)
-        summaries: dict[Path, CheckpointSummary] = {}
-        with self._lock:
-            for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{_SUMMARY}"):
-                folder = folders.original_path(file.parent)
-                if folder in summaries or folder.name.startswith(folders.LEFTOVERS):
-                    continue
-                try:
-                    path = wire_json.parse(CheckpointSummary, file.read_bytes()).path
-                    if self._folder(path) == folder:
-                        summaries[folder] = self.summary(path)
-                except (NotFound, OSError):
-                    continue  # expired, or deleted in the meantime
-                except InvalidInput as error:
-                    logger.warning("ignoring %s, which is not a valid checkpoint: %s", file, error)
-        return sorted(summaries.values(), key=lambda summary: (summary.created_at, summary.tinker_path))
+        files: dict[Path, Path] = {}
+        for file in self.root.glob(f"{'*' if run is None else _folder_name(run)}/*/*/{SUMMARY}"):
+            folder = folders.original_path(file.parent)
+            if not folder.name.startswith(folders.LEFTOVERS):
+                files.setdefault(folder, file)
+        summaries = []
+        for folder, file in files.items():
+            summary = self._listed(folder, file)
+            if summary is None or not self.owner.owns(summary.owner):
+                continue
+            with contextlib.suppress(NotFound, OSError):  # expired, or deleted in the meantime
+                if summary.is_expired or file.parent != folder:
+                    summary = self.summary(summary.path)  # removes it, or restores it from its backup
+                summaries.append(summary)
+        if run is None:
+            for file in set(self._parsed.copy()) - set(files.values()):  # those that were deleted
+                self._parsed.pop(file, None)
+        return sorted(summaries, key=lambda summary: (summary.created_at, summary.tinker_path))
+
+    def _listed(self, folder: Path, file: Path) -> CheckpointSummary | None:
+        """Returns what a file contains, or None if it is not the valid summary of a checkpoint in this folder."""
+        try:
+            status = file.stat()
+            version = status.st_ino, status.st_mtime_ns, status.st_size
+            known = self._parsed.get(file)
+            if known is not None and known[0] == version:
+                return known[1]
+            summary: CheckpointSummary | None = CheckpointSummary.parse(file.read_bytes())
+            if summary is not None and self._folder(summary.path) != folder:
+                raise InvalidInput(f"it belongs to {summary.tinker_path}")
+        except FileNotFoundError:
+            return None  # deleted in the meantime
+        except (NotFound, InvalidInput, OSError) as error:
+            logger.warning("ignoring %s, which is not a valid checkpoint: %s", file, error)
+            summary = None
+        self._parsed[file] = version, summary
+        return summary
 
     def delete(self, path: TinkerPath) -> None:
         """Deletes a checkpoint."""
@@ -332,8 +321,57 @@ class CheckpointStore:
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
         """Sets the time after which a checkpoint expires; None means never."""
         with self._lock:
-            summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds))
-            _write_summary(self._folder(path), summary)
+            summary = dataclasses.replace(self.summary(path), expires_at=_expiry(ttl_seconds), checksum="")
+            with self._storing(path, _OTHER_BYTES, replaces=True):
+                folder = self._folder(path)
+                with folders.temporary_folder(folder.parent) as part:
+                    write_summary(part, summary)
+                    (part / SUMMARY).replace(folder / SUMMARY)
+
+    def prepare(self) -> None:
+        """Creates the folder, checks that it can be written, and removes what expired or was never finished.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.root):
+            pass
+        self._remove_leftovers()
+        self.listing()
+
+    def _remove_leftovers(self) -> None:
+        """Removes the folders of saves whose process was killed."""
+        self._is_clean.set()
+        for parent in self.root.glob("*/*"):
+            if parent.is_dir():
+                folders.remove_leftovers(parent)
+
+    @contextlib.contextmanager
+    def _storing(self, path: TinkerPath, size: int, *, replaces: bool = False) -> Iterator[None]:
+        """Raises `NotStored` if a checkpoint exceeds the limit, or if it cannot be written in the `with` block."""
+        if self.disk_limit is not None and not replaces:
+            others = sum(each.size_bytes for each in self.owned_by(Owner()).listing() if each.path != path)
+            if others + size > self.disk_limit:
+                raise NotStored(
+                    f"{path} takes {format_size(size)}, but the other checkpoints take {format_size(others)} of the "
+                    f"{format_size(self.disk_limit)} that are allowed. Delete some, or let them expire (ttl_seconds); "
+                    "the limit is set by serve --disk-limit, or EmbeddedTrainer(disk_limit=)."
+                )
+        try:
+            yield
+        except FileExistsError:
+            raise
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f", and {format_size(shutil.disk_usage(self.root).free)} are free there"
+            raise NotStored(
+                f"{path} cannot be written to {self._folder(path)} where the trainer runs: {reason}. It takes "
+                f"{format_size(size)}{free}. Nothing was saved and the model is unchanged: delete checkpoints, free "
+                "space, or let the trainer write there, and save again."
+            ) from error
 
     def _folder(self, path: TinkerPath) -> Path:
         return self.root / _folder_name(path.run) / path.kind / path.name
@@ -352,25 +390,17 @@ def _expiry(ttl_seconds: int | None) -> str | None:
     return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
 
 
-def _read_summary(path: TinkerPath, folder: Path) -> CheckpointSummary:
-    for _ in range(_ATTEMPTS):
-        if not folders.find_folder(folder):
-            break
-        try:
-            return wire_json.parse(CheckpointSummary, (folder / _SUMMARY).read_bytes())
-        except FileNotFoundError:
-            continue  # being overwritten
-        except InvalidInput as error:
-            raise InvalidInput(f"{path}: {folder / _SUMMARY} is damaged: {error}") from error
-    raise _not_found(path)
+def _sha256(source: Path | BinaryIO) -> str:
+    """Returns the hash of a file. An open one is at its beginning afterwards."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(source.open("rb")) if isinstance(source, Path) else source
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        file.seek(0)
+    return digest
 
 
-def _not_found(path: TinkerPath) -> NotFound:
-    return NotFound(f"{path}: there is no such checkpoint")
-
-
-def _write_summary(folder: Path, summary: CheckpointSummary) -> None:
-    part = folder / f".{_SUMMARY}"
-    part.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
-    folders.sync(part)
-    part.replace(folder / _SUMMARY)
+def _damaged(path: TinkerPath, file: Path) -> InvalidInput:
+    return InvalidInput(
+        f"path: {path}: {file} is damaged: its SHA-256 is not the one in {SUMMARY}. Restore the file from a backup, "
+        "or use another checkpoint."
+    )

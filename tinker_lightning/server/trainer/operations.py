@@ -11,7 +11,8 @@ from safetensors.torch import load
 
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.interface import ModelCatalog
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, CheckpointSummary, Encryption, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, Encryption
+from tinker_lightning.server.trainer.checkpoint_summary import CheckpointSummary, TinkerPath
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.passes import RetainedForwards

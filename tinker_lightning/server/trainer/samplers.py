@@ -13,7 +13,8 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses.builtin import NOT_PUBLISHED
 from tinker_lightning.server.engine.interface import ModelCatalog, PromptScoring, SamplingRequest
 from tinker_lightning.server.engine.interface import Sampler as EngineSampler
-from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore, TinkerPath
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
+from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.registry import Registry, Sampler

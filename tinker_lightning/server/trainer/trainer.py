@@ -60,6 +60,7 @@ class EmbeddedTrainer:
             of the machine's memory. A request that does not fit fails with `MemoryLimitExceeded`.
         token_budget: The number of positions per model call, which decides memory and rounding; by default, it depends
             on the model. A resumed run keeps the budget that it was started with.
+        disk_limit: The most bytes that all checkpoints take together, imported adapters included; by default no limit.
         engine: Creates the base models; by default, models of transformers with adapters of peft.
     """
 
@@ -74,6 +75,7 @@ class EmbeddedTrainer:
         sampling_seed: int | None = None,
         memory_limit: int | None = None,
         token_budget: int | None = None,
+        disk_limit: int | None = None,
         engine: Engine = DEFAULT_ENGINE,
     ) -> None:
         if token_budget is not None and token_budget < 1:
@@ -85,7 +87,8 @@ class EmbeddedTrainer:
             memory.charge(f"the model {base.name}", base.nbytes, "models", fix="Serve fewer or smaller models.")
 
         self.catalog = engine(models, dtype=dtype, on_load=charge_model, token_budget=token_budget)
-        self.store = CheckpointStore(Path(data_dir or default_data_dir()).expanduser().absolute() / "checkpoints")
+        folder = Path(data_dir or default_data_dir()).expanduser().absolute()
+        self.store = CheckpointStore(folder / "checkpoints", disk_limit)
         self.registry = self._all = Registry(memory)
         self.scheduler = Scheduler(gap_timeout, memory=memory, key_of=self.registry.owner_of)
         self.losses = LossRegistry(allow_pickled_losses, memory)
