@@ -148,10 +148,13 @@ class ImportAdapterRequest:
     This request extends the protocol. It requires a server that announces `import_adapter`.
     """
 
+    MAX_BYTES: ClassVar[int] = 190 << 20  # as base64, it has to fit into the body of a request
+
     session_id: str
     base_model: str
     scaling: float
     weights: bytes
+    rank: int | None = None  # which the scaling was computed from
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scaling):

@@ -36,7 +36,17 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    # Other initializations change the weights of the base model, too.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
 }
+# The most bytes of a configuration, and the largest rank and alpha.
+_MAX_CONFIG, _MAX_RANK = 1 << 20, 1 << 16
 
 
 def export_adapter(
@@ -98,7 +108,13 @@ def upload_adapter(channel: Channel, folder: str | os.PathLike[str], base_model:
         raise Unsupported(f"the server at {channel.url} takes no adapters; load a checkpoint that was saved there")
     rank, alpha = config["r"], config["lora_alpha"]
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    request = ImportAdapterRequest(session.session_id, base_model, scaling, (path / WEIGHTS[0]).read_bytes())
+    weights = path / WEIGHTS[0]
+    if (size := weights.stat().st_size) > ImportAdapterRequest.MAX_BYTES:
+        raise InvalidInput(
+            f"{weights} has {size:,} bytes, but at most {ImportAdapterRequest.MAX_BYTES:,} can be uploaded. Use a "
+            "smaller rank, or save it in bfloat16."
+        )
+    request = ImportAdapterRequest(session.session_id, base_model, scaling, weights.read_bytes(), rank)
     return channel.wait(operate(session, "import_adapter", request, SaveWeightsResponse)).path
 
 
@@ -144,13 +160,17 @@ def _config(path: Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS[0]):
         if not (path / name).is_file():
             raise InvalidInput(f"{path} is not a PEFT adapter: it has no {name}")
+    if (size := (path / CONFIG).stat().st_size) > _MAX_CONFIG:
+        raise InvalidInput(f"{path / CONFIG} has {size:,} bytes, which no configuration of an adapter has")
     try:
         config: dict[str, Any] = json.loads((path / CONFIG).read_text())
         r, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidInput(f"{path / CONFIG} is not the configuration of a LoRA adapter: {error!r}") from error
-    if not (isinstance(r, int) and r > 0 and isinstance(alpha, int | float)):
-        raise InvalidInput(f"{path / CONFIG}: r={r!r} and lora_alpha={alpha!r} must be positive numbers")
+    if not (type(r) is int and 0 < r <= _MAX_RANK and type(alpha) in (int, float) and 0 < alpha <= _MAX_RANK):
+        raise InvalidInput(
+            f"{path / CONFIG}: r={r!r:.40} and lora_alpha={alpha!r:.40} must be positive numbers up to {_MAX_RANK}"
+        )
     for name, plain in _PLAIN.items():
         if config.get(name, plain[0]) not in plain:
             raise InvalidInput(f"{path / CONFIG}: {name}={config[name]!r} is not supported; only plain LoRA is")

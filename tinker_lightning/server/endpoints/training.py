@@ -132,7 +132,7 @@ async def load_weights(request: Request) -> Submission:
 
 async def import_adapter(request: Request) -> Submission:
     body = await read(request, rq.ImportAdapterRequest, MAX_BODY_BYTES)
-    job = trainer_of(request).training.import_adapter(body)
+    job = await run_in_threadpool(trainer_of(request).training.import_adapter, body)
     return Submission(job, rs.FutureResponse(job.request_id))
 
 

@@ -88,15 +88,23 @@ class LoraHost:
         # If the output matrix is adapted, peft also saves the frozen matrix itself.
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".base_layer.weight")}
         ranks, parts = set(), set()
+        kinds: dict[str, set[str]] = {}  # by layer
         for name, tensor in tensors.items():
             layer, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
             if layer not in self._layers or kind not in ("A.weight", "B.weight") or tensor.ndim != 2:
                 raise InvalidInput(f"the adapter does not match this base model: unknown tensor {name}")
+            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+                wrong = "has entries that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
+                raise InvalidInput(f"the adapter is damaged: {name} {wrong}")
+            kinds.setdefault(layer, set()).add(kind)
             ranks.add(tensor.shape[0 if kind == "A.weight" else 1])
             parts.add(self._layers[layer])
         if len(ranks) != 1 or not parts <= {"unembed", "attn", "mlp"}:
             raise InvalidInput(f"the adapter must have a single rank and adapt known layers, got ranks {sorted(ranks)}")
         (rank,) = ranks
+        for layer, found in kinds.items():
+            for kind in {"A.weight", "B.weight"} - found:
+                raise InvalidInput(f"the adapter is incomplete: {layer} has no lora_{kind}, which would be random")
         config = LoraConfig(
             rank, train_unembed="unembed" in parts, train_mlp="mlp" in parts, train_attn="attn" in parts
         )
@@ -104,6 +112,8 @@ class LoraHost:
         for name, tensor in tensors.items():
             factor = scaling * rank / ALPHA if name.endswith(".lora_B.weight") else 1.0
             weights.tensors[name] = tensor.to(self._dtype) * factor
+            if not torch.isfinite(weights.tensors[name]).all():
+                raise InvalidInput(f"scaling: {scaling:g} makes {name} infinite")
         self.check(weights)
         return weights
 

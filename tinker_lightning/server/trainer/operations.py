@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 OPTIMIZER_CONFIG = {"type": "adamw"}
 # Seconds for which an imported adapter is kept, until a model is created from it.
 _IMPORT_SECONDS = 86400
+# The most tensors of an imported adapter: those of a model with hundreds of layers.
+_IMPORT_TENSORS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,11 @@ class Training:
         return self._jobs.submit(request, "save_weights_external", run)
 
     def import_adapter(self, request: rq.ImportAdapterRequest) -> Job:
-        """Saves an uploaded adapter for a day. The same adapter has the same path."""
+        """Saves an uploaded adapter for a day. The same adapter has the same path.
+
+        Takes time for a large adapter, so it is not called on an event loop.
+        """
+        _check_header(request.weights)
         self._registry.session(request.session_id, must_be_open=True)
         base_model = self._catalog.resolve(request.base_model)
         owner = self._store.owner.name
@@ -233,6 +239,11 @@ class Training:
                 except SafetensorError as error:
                     raise InvalidInput(f"weights: not a safetensors file: {error}") from error
                 weights = base.lora.import_weights(tensors, request.scaling)
+                if request.rank not in (None, weights.config.rank):
+                    raise InvalidInput(
+                        f"rank: the configuration of the adapter says {request.rank}, but its tensors have the rank "
+                        f"{weights.config.rank}, so its scaling is unknown. Correct r in adapter_config.json."
+                    )
                 self._store.save(
                     path,
                     base_model=base.name,
@@ -275,3 +286,14 @@ class Training:
             user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
             encryption=encryption,
         )
+
+
+def _check_header(weights: bytes) -> None:
+    """Raises `InvalidInput` for a safetensors file with too many tensors, before any of them is created."""
+    size = int.from_bytes(weights[:8], "little")
+    most = min(_IMPORT_TENSORS * 256, len(weights) - 8)
+    if not 0 < size <= most:
+        raise InvalidInput(f"weights: not a safetensors file of an adapter: its header of {size} bytes exceeds {most}")
+    count = weights.count(b'"data_offsets"', 8, 8 + size)
+    if count > _IMPORT_TENSORS:
+        raise InvalidInput(f"weights: {count} tensors; an adapter has at most {_IMPORT_TENSORS}")
