@@ -128,7 +128,7 @@ def _new_part(folder: Path) -> tuple[Path, int]:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Locks a file until it is closed or its process ends; returns False where or while that is not possible."""
+    """Locks a file or folder until it is closed or its process ends; returns False where that is not possible."""
     if sys.platform == "win32":
         return False
     try:
@@ -195,7 +195,7 @@ def remove_leftovers(parent: Path) -> None:
     for folder in parent.iterdir():
         with contextlib.suppress(OSError):
             if folder.name.startswith(LEFTOVERS):
-                with _lock(folder) as is_locked:
+                with _locked(folder, wait=False) as is_locked:
                     if is_locked or folder.stat().st_mtime < time.time() - _LEFTOVER_SECONDS:
                         shutil.rmtree(folder, ignore_errors=True)
 
@@ -207,7 +207,7 @@ def temporary_folder(parent: Path, prefix: str = LEFTOVERS[0]) -> Iterator[Path]
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(FileNotFoundError):
-                stack.enter_context(_lock(folder, wait=True))
+                stack.enter_context(_locked(folder, wait=True))
             if not folder.exists():
                 continue  # another process has deleted it before it was locked
             try:
@@ -219,20 +219,13 @@ def temporary_folder(parent: Path, prefix: str = LEFTOVERS[0]) -> Iterator[Path]
 
 
 @contextlib.contextmanager
-def _lock(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Locks a folder for this process; yields whether that succeeded. The lock ends with the process."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
+def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Locks a folder in the `with` block; yields whether that succeeded."""
+    if sys.platform == "win32":  # which cannot open folders
         yield False
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:  # another process has it, or the file system has no locks
-            yield False
-        else:
-            yield True
+        yield _lock(descriptor, wait=wait)
     finally:
         os.close(descriptor)

@@ -331,10 +331,10 @@ def test_what_kills_left_behind_is_cleared_away_later(store: CheckpointStore, sa
 # Damage
 
 
-def is_equal(damaged: bytes, whole: bytes) -> bool:
+def is_equal(damaged: bytes | bytearray, whole: bytes) -> bool:
     """Whether two texts are the same summary: white space, and the name of a field with its default, may differ."""
     with contextlib.suppress(InvalidInput):
-        return CheckpointSummary.parse(damaged) == CheckpointSummary.parse(whole)
+        return CheckpointSummary.parse(bytes(damaged)) == CheckpointSummary.parse(whole)
     return False
 
 

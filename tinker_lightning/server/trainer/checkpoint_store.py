@@ -16,14 +16,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import logging
 import shutil
 import tempfile
 import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 import torch
@@ -46,6 +44,7 @@ from tinker_lightning.server.trainer.checkpoint_summary import (
     check_run,
     not_found,
     read_summary,
+    sha256,
     write_summary,
 )
 from tinker_lightning.server.trainer.memory import format_size
@@ -53,6 +52,7 @@ from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from tinker_lightning.server.engine.interface import PeftConfig
 
@@ -190,7 +190,7 @@ class CheckpointStore:
                     format=FORMAT,
                     encrypted=encryption is not None,
                     owner=self.owner.name,
-                    sha256={file.name: _sha256(file) for file in part.iterdir()},
+                    sha256={file.name: sha256(file) for file in part.iterdir()},
                 )
                 write_summary(part, summary)
         except FileExistsError as error:
@@ -225,7 +225,7 @@ class CheckpointStore:
                 )
             names = [WEIGHTS, *([OPTIMIZER] if training_state else [])]
             try:
-                changed = next((name for name in names if _sha256(folder / name) != summary.sha256.get(name)), None)
+                changed = summary.changed_file({name: folder / name for name in names})
                 if changed is None:
                     loaded = [load_file(folder / name) for name in names]
             except FileNotFoundError:
@@ -262,7 +262,7 @@ class CheckpointStore:
                 raise NotFound(f"{path} has no file {name!r}; it has {', '.join(summary.adapter_files)}")
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # being overwritten
                 files: dict[str, BinaryIO] = {each: stack.enter_context((folder / each).open("rb")) for each in names}
-                changed = next((each for each in names if _sha256(files[each]) != summary.sha256.get(each)), None)
+                changed = summary.changed_file(files)
                 if self.summary(path) == summary:
                     if changed is not None:
                         raise _damaged(path, folder / changed)
@@ -388,15 +388,6 @@ def _name_conflict(path: TinkerPath) -> InvalidInput:
 
 def _expiry(ttl_seconds: int | None) -> str | None:
     return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
-
-
-def _sha256(source: Path | BinaryIO) -> str:
-    """Returns the hash of a file. An open one is at its beginning afterwards."""
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(source.open("rb")) if isinstance(source, Path) else source
-        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        file.seek(0)
-    return digest
 
 
 def _damaged(path: TinkerPath, file: Path) -> InvalidInput:

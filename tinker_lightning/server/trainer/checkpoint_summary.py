@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, get_args
 
 from tinker_lightning.errors import InvalidInput, NotFound
 from tinker_lightning.types import LoraConfig
@@ -16,8 +18,7 @@ from tinker_lightning.wire import folders
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from collections.abc import Mapping
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 WEIGHTS, OPTIMIZER, SUMMARY = "adapter_model.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -127,6 +128,10 @@ class CheckpointSummary:
         """Names of the files that other programs need."""
         return [name + ENCRYPTED * self.encrypted for name in _ADAPTER_FILES]
 
+    def changed_file(self, files: Mapping[str, Path | BinaryIO]) -> str | None:
+        """Returns the first of these files whose SHA-256 is not the one that was saved."""
+        return next((name for name, file in files.items() if sha256(file) != self.sha256.get(name)), None)
+
     @property
     def is_expired(self) -> bool:
         """True after the expiry."""
@@ -165,3 +170,12 @@ def write_summary(folder: Path, summary: CheckpointSummary) -> None:
 def _checksum(summary: CheckpointSummary) -> str:
     fields = dataclasses.asdict(summary) | {"checksum": ""}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(source: Path | BinaryIO) -> str:
+    """Returns the hash of a file. An open one is at its beginning afterwards."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(source.open("rb")) if isinstance(source, Path) else source
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        file.seek(0)
+    return digest

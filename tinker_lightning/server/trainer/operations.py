@@ -222,8 +222,8 @@ class Training:
 
         Takes time for a large adapter, so it is not called on an event loop.
         """
-        _check_header(request.weights)
         self._registry.session(request.session_id, must_be_open=True)
+        _check_header(request.weights)
         base_model = self._catalog.resolve(request.base_model)
         owner = self._store.owner.name
         about = f"{'' if owner is None else f'{owner}/'}{base_model}/{request.scaling!r}/".encode()
