@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,9 @@ from tests.helpers.trainers import SMALL, OnServer, loader, new, quiet
 from tests.helpers.wandb_log import history
 from tinker_lightning import RemoteModule, SamplingParams
 from tinker_lightning.callbacks import SampleTable
+from tinker_lightning.data import RolloutData
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.recipes import GRPO
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,3 +103,17 @@ def test_mistakes_have_clear_errors() -> None:
         SampleTable("Hello", num_samples=0)
     with pytest.raises(InvalidInput, match="SampleTable needs a RemoteModule, but the trainer runs a BoringModel"):
         quiet(strategy="auto", accelerator="cpu", callbacks=[SampleTable("Hello")]).fit(BoringModel())
+
+
+def test_rows_of_rollouts_show_the_question_without_system_message_and_template(
+    service: ServiceClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = itertools.count()
+    data = RolloutData(
+        ["2 + 2?"], rewards=lambda *_, **__: next(answers), system="Be brief.", group_size=2, batch_size=1, max_tokens=2
+    )
+    table = SampleTable(every_n_steps=1)
+    quiet(max_steps=1, callbacks=[table]).fit(new(service, GRPO, reference=None), data)
+    shown = capsys.readouterr().out
+    assert shown.count("'2 + 2?' →") == 2
+    assert "Be brief" not in shown

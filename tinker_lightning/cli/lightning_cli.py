@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
+import logging
 import re
+import sys
 import textwrap
+import warnings
 from datetime import timedelta  # noqa: TC003 read by jsonargparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import ClosedUnitInterval  # noqa: TC002 read by jsonargparse
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from typing_extensions import override
@@ -25,7 +30,6 @@ from tinker_lightning.errors import TinkerLightningError, did_you_mean
 from tinker_lightning.lightning.module import RemoteModule
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Iterator
 
 # A mistake in a class of a dataset, whose rows may be anything else, is reported by the parser.
@@ -143,8 +147,43 @@ class _CommandLine(LightningCLI):
             self._stack.enter_context(self.model)  # ends its session with the command
 
 
+# Lines and warnings of other packages that are about this machine, or advertise.
+_ADVICE = re.compile(r"💡 Tip|[GTHI]PU available: ")
+_WARNED = (".*does not have many workers", ".*smaller than the logging interval", r"\s*Unable to serialize instance")
+
+
+class LineHandler(logging.Handler):
+    """Writes lines above a progress bar, which would be torn by them otherwise."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line, unless it is advice that does not concern remote models."""
+        text = self.format(record)
+        if not _ADVICE.match(text):
+            Tqdm.write(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def own_terminal() -> Iterator[None]:
+    """Writes the logs and warnings of a command above its bar; afterwards all loggers are as they were."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "tinker_lightning")]
+    handlers, line_handler = [each.handlers for each in loggers], LineHandler()
+    with warnings.catch_warnings():
+        for pattern in _WARNED:
+            warnings.filterwarnings("ignore", pattern)
+        warnings.showwarning = lambda message, *_: Tqdm.write(f"warning: {message}", file=sys.stderr)
+        for each in loggers:
+            each.handlers = [line_handler]
+        try:
+            yield
+        finally:
+            for each, own in zip(loggers, handlers, strict=True):
+                each.handlers = own
+
+
 def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> None:
     """Runs a stage; the session of its module ends with the stack."""
+    stack.enter_context(own_terminal())
     _CommandLine(
         stack,
         subclass_mode_model=True,

@@ -231,6 +231,13 @@ class StepTQDMProgressBar(StepBar, TQDMProgressBar):
         return bar
 
     @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Ends the line of the bar before an error is printed."""
+        super().on_exception(trainer, pl_module, exception)
+        if self._bar is not None:
+            self._bar.close()
+
+    @override
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints above the bar, and also where there is none, which Lightning's own does not."""
         if self.is_enabled:

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinker_lightning.callbacks.generation import prompt_text
 from tinker_lightning.losses.kl import Estimator, k3, kl_estimate
 from tinker_lightning.recipes.references import REFERENCE
+from tinker_lightning.rl import PromptEnvironment
+from tinker_lightning.rows.formats import is_chat
 from tinker_lightning.types import Datum
 
 if TYPE_CHECKING:
@@ -88,10 +91,13 @@ def drop_reason(trained: Sequence[TrainedGroup]) -> str:
 
 
 def episode_rows(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]]:
-    """Returns the first prompt and the last completion of each episode as text, with its reward."""
+    """Returns the first prompt and the last completion of each episode as text, with its reward.
+
+    The prompt of a chat is its last message: the system message and the template are the same in all rows.
+    """
     return [
         {
-            "prompt": tokenizer.decode(each.turns[0].prompt_tokens, skip_special_tokens=True),
+            "prompt": _prompt_text(group, each, tokenizer),
             "text": each.text,
             "stop_reason": each.turns[-1].completion.stop_reason,
             "reward": each.reward,
@@ -100,6 +106,16 @@ def episode_rows(groups: Iterable[Group], tokenizer: Any) -> list[dict[str, Any]
         for each in group.trajectories
         if each.turns
     ]
+
+
+def _prompt_text(group: Group, episode: Trajectory, tokenizer: Any) -> str:
+    environment = group.task.environment
+    if isinstance(environment, PromptEnvironment):
+        row = environment.row
+        value = row.get("prompt", row.get("messages"))
+        if isinstance(value, str) or is_chat(value):
+            return prompt_text(row)
+    return str(tokenizer.decode(episode.turns[0].prompt_tokens, skip_special_tokens=True))
 
 
 def sampled_tokens(data: Iterable[Any]) -> int:
