@@ -44,10 +44,14 @@ Each class also derives from the matching builtin, so that `except ValueError` w
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+# All but tabs and line breaks; a terminal obeys them.
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class TinkerLightningError(Exception):
@@ -64,6 +68,9 @@ class TinkerLightningError(Exception):
     model_id: str | None = None
     seq_id: int | None = None
     request_id: str | None = None
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class InvalidInput(TinkerLightningError, ValueError):
@@ -238,6 +245,11 @@ class TrainerClosed(OperationFailed):
 
     def __init__(self, message: str = "the trainer was closed while this operation ran") -> None:
         super().__init__(message)
+
+
+def printable(text: str) -> str:
+    """Returns a server's text with the codes of its control characters in their place, for terminals and logs."""
+    return _CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -83,3 +83,9 @@ def test_a_missing_dependency_is_named_with_the_command_that_installs_it(
     said = capsys.readouterr().err
     assert "the embedded trainer needs uvicorn, which is not installed" in said
     assert "python -m pip install 'tinker-lightning[embedded]'" in said
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://a:65536", "http://a\nb", "nonsense"])
+def test_the_doctor_reports_an_address_that_is_not_a_url(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", url]) == 2
+    assert capsys.readouterr().err.startswith(f"tinker-lightning: {url!r} is not the URL of a server")

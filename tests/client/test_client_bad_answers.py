@@ -13,6 +13,7 @@ from tests.helpers.client_data import DATA
 from tinker_lightning import ModelInput, SamplingParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.dialects import Surrogate, dialect_named
+from tinker_lightning.doctor import examine
 from tinker_lightning.errors import (
     InvalidDatum,
     InvalidInput,
@@ -124,6 +125,36 @@ def test_a_submission_without_a_receipt(shared: EmbeddedTrainer) -> None:
         meddler.answers["forward_backward"] = lambda: httpx.Response(200, json={})
         with pytest.raises(NotATinkerServer, match=r"http\S+ answers, .* /api/v1/forward\w*: request_id: missing"):
             model.forward(DATA, "cross_entropy").result()
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b1m\r"
+
+
+def test_escape_sequences_of_a_server_reach_no_terminal(  # R5.18
+    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    meddler = Meddler(httpx.ASGITransport(create_app(shared)))
+    session = {"session_id": "a", "info_message": f"news{ESCAPES}", "warning_message": None, "error_message": None}
+    models = {"supported_models": [{"model_name": f"tiny{ESCAPES}"}]}
+    caplog.set_level("INFO", "tinker_lightning")
+    dialect = dialect_named("protobuf").but(surrogate=Surrogate())
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect) as service:
+        meddler.answers["create_session"] = lambda: httpx.Response(200, json=session)
+        meddler.answers["get_server_capabilities"] = lambda: httpx.Response(200, json=models)
+        meddler.answers["create_sampling_session"] = lambda: httpx.Response(400, json={"detail": f"no{ESCAPES}"})
+        report = examine(service, checks=[])
+        with pytest.raises(InvalidInput) as error:
+            service.create_sampling_client(base_model="tiny")
+        meddler.answers["create_sampling_session"] = lambda: httpx.Response(429, json={"detail": f"busy{ESCAPES}"})
+        with pytest.raises(OperationFailed):
+            service.create_sampling_client(base_model="tiny")
+    escaped = r"\x1b]0;owned\x07\x1b[2J\x9b1m\x0d"
+    assert f"no{escaped}" in str(error.value)
+    assert f"news{escaped}" in caplog.text
+    assert f"busy{escaped}" in caplog.text
+    assert f"tiny{escaped}" in report.table(500)
+    for text in (str(error.value), caplog.text, report.table()):
+        assert not set(text) & set(ESCAPES) - set("];0owned[2J1m")
 
 
 def test_an_unreachable_server_does_not_delay_close(shared: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_no_such_host() -> None:
         assert type(fail_with(service)) is ServerUnreachable
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://somewhere", "http://", "http://[::bad"])
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://somewhere", "http://", "http://[::bad", "http://a:65536"])
 def test_an_invalid_url_raises(url: str) -> None:
     with pytest.raises(InvalidInput, match=r"is not the URL of a server.* Use http://host:port"):
         ServiceClient(base_url=url)

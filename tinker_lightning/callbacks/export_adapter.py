@@ -190,9 +190,9 @@ def _check_loads(folder: Path, base: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if (folder / "tokenizer_config.json").exists():
-        AutoTokenizer.from_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     try:
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     except (OSError, ValueError) as error:
         warnings.warn(
             f"the adapter is exported, but not checked: its base model {base!r} is not available: {error}",
@@ -224,7 +224,7 @@ def _merge(adapter: Path, base: str, folder: Path) -> None:
 
     with without_progress_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on tied weights, which are untied here
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", trust_remote_code=False)
         head = model.get_output_embeddings()
         if head.weight is model.get_input_embeddings().weight:
             # An adapter of the output matrix must not change the embedding that shares its weights.

@@ -74,7 +74,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _is_local(url: str) -> bool:
     """Returns whether a server is on this machine or in a private network."""
-    host = urlsplit(url).hostname or ""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:  # not a URL, which the client reports
+        return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 from tinker_lightning.client.dialects.dialect import Dialect
 from tinker_lightning.doctor import gradients, numbering, optimizer, sampler_checks
 from tinker_lightning.doctor.probe import Check, NotOffered, Probe, reason
-from tinker_lightning.errors import InvalidInput, NotAnApi, NotFound, TinkerLightningError, Unsupported
+from tinker_lightning.errors import InvalidInput, NotAnApi, NotFound, TinkerLightningError, Unsupported, printable
 
 if TYPE_CHECKING:
     import os
@@ -121,7 +121,7 @@ class Report:
         lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items())]
         if self.left:
             lines.append(f"{len(self.left)} checkpoints stay on the server; their paths are in the saved report")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 CHECKS: tuple[Check, ...] = (

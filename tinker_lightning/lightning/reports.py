@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 
-from tinker_lightning.errors import TinkerLightningError, Unsupported
+from tinker_lightning.errors import TinkerLightningError, Unsupported, printable
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.checkpoint.loaders import PositionedLoader, TrainedPosition
 from tinker_lightning.lightning.progress import StepBar, StepCount, clock
@@ -127,7 +127,7 @@ def show_report(trainer: pl.Trainer, lines: Mapping[str, str]) -> None:
     if bar is None and not _summaries(trainer):
         logger.info("%s", _aligned(lines, None))
         return
-    text = _aligned(lines, shutil.get_terminal_size((120, 0)).columns)
+    text = printable(_aligned(lines, shutil.get_terminal_size((120, 0)).columns))
     if isinstance(bar, StepBar):
         bar.print(text)
     else:

@@ -70,7 +70,7 @@ def _read(model: str) -> tuple[str, int]:
         from tinker_lightning.wire import hub
 
         path = model if Path(model).is_dir() else hub.reachable_or_cached(model)
-        config: Any = AutoConfig.from_pretrained(path).get_text_config()
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (ImportError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise InvalidInput(

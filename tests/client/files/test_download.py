@@ -61,6 +61,17 @@ def test_files_outside_of_the_folder_raise(shared: EmbeddedTrainer, tmp_path: Pa
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://a\x1b[2J/", "file:///etc/passwd"])
+def test_an_address_that_is_not_a_url_raises(shared: EmbeddedTrainer, tmp_path: Path, url: str) -> None:
+    async def urls(_: Request) -> Response:
+        return JSONResponse({"urls": dict.fromkeys(FILES, url), "expires": LATER})
+
+    with recording(instead(shared, Route(CHECKPOINT + "/{rest:path}/external_weights_urls", urls))) as recorded:
+        model = recorded.service.create_lora_training_client("tiny", rank=4)
+        with pytest.raises(InvalidMessage, match=r"an address that is not a URL|not at an HTTP URL"):
+            model.export_adapter(tmp_path / "adapter")
+
+
 def test_files_that_are_not_a_peft_adapter_raise(shared: EmbeddedTrainer, tmp_path: Path) -> None:
     async def urls(_: Request) -> Response:
         return JSONResponse({"urls": {"model.age": "http://embedded/file"}, "expires": LATER})

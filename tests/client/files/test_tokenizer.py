@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,19 @@ def test_without_a_network_a_hub_id_fails_within_seconds(monkeypatch: pytest.Mon
     monkeypatch.setattr("urllib.request.getproxies", dict)
     with pytest.raises(ModelNotFound, match=r"nor available from the hub: http://127\.0\.0\.1:9 cannot be reached"):
         tokenizer.load("nobody/nothing")
+
+
+def test_the_code_of_a_tokenizer_is_not_run(  # R5.18
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `trust_remote_code=False`, transformers asks the user on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ..."
+    with pytest.raises(ModelNotFound, match="needs Python code of its author, which is not run") as error:
+        tokenizer.load_files({"tokenizer_config.json": json.dumps(config).encode(), "own.py": code.encode()})
+    assert "trust_remote_code" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["../evil.json", "/etc/evil", "..", "", "a/b"])

@@ -131,7 +131,10 @@ async def _archive_url(connection: Connection, path: str) -> str:
     url = answer.headers.get("location") if _is_redirect(answer) else connection.json(answer).get("url")
     if not isinstance(url, str):
         raise connection.not_a_tinker_server(f"{whole}/archive returned no URL")
-    return urljoin(f"{connection.url}/", url)
+    try:
+        return urljoin(f"{connection.url}/", url)
+    except ValueError as error:
+        raise connection.not_a_tinker_server(f"{whole}/archive returned {url!r}, which is not a URL") from error
 
 
 async def _fetch(stream: Stream, url: Callable[[int], Awaitable[str]], place: Path, limit: int) -> int:
@@ -149,8 +152,12 @@ async def _fetch(stream: Stream, url: Callable[[int], Awaitable[str]], place: Pa
 
 
 async def _fetch_once(stream: Stream, url: str, place: Path, limit: int) -> int:
-    where = urlsplit(url)._replace(query="", fragment="").geturl()  # the query holds the signature
-    if urlsplit(url).scheme not in ("http", "https"):
+    try:
+        where = urlsplit(url)._replace(query="", fragment="").geturl()  # the query holds the signature
+        scheme = httpx.URL(url).scheme
+    except (ValueError, httpx.InvalidURL) as error:
+        raise InvalidMessage(f"the server keeps this checkpoint at an address that is not a URL: {error}") from error
+    if scheme not in ("http", "https"):
         raise InvalidMessage(f"the server keeps this checkpoint at {where}, not at an HTTP URL; copy it")
     size = 0
     try:

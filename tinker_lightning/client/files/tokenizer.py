@@ -49,8 +49,14 @@ def load(tokenizer_id: str) -> Any:
         ) from error
     try:
         path = tokenizer_id if Path(tokenizer_id).is_dir() else hub.reachable_or_cached(tokenizer_id)
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelNotFound(
+                f"the tokenizer {tokenizer_id!r} needs Python code of its author, which is not run. Read the code, and "
+                "if you trust it, load the tokenizer with transformers and pass it on, for example as tokenizer= of a "
+                "data module."
+            ) from error
         reason = str(error).partition("\n")[0]
         raise ModelNotFound(
             f"the tokenizer {tokenizer_id!r} is neither a local folder nor available from the hub: {reason}"

@@ -17,7 +17,7 @@ from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session
 from tinker_lightning.client.transport.target import Credentials, Target
-from tinker_lightning.errors import ClientClosed, ClientForked
+from tinker_lightning.errors import ClientClosed, ClientForked, printable
 from tinker_lightning.threads.background import BackgroundLoop, wait
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ T = TypeVar("T")
 C = TypeVar("C", bound="_Client")
 
 logger = logging.getLogger("tinker_lightning.client")
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """A filter of log records, which contain texts of servers."""
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
+
+
+for _name in ("tinker_lightning", "tinker_lightning.client", "tinker_lightning.doctor", "tinker_lightning.rl"):
+    logging.getLogger(_name).addFilter(_make_printable)
 
 # How long a process that ends without close() waits for requests in flight, in seconds.
 _EXIT_SECONDS = 5.0

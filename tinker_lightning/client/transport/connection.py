@@ -334,7 +334,7 @@ def _check_url(url: str) -> None:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
         raise InvalidInput(f"{url!r} is not the URL of a server: {error}. {_FIX_ADDRESS}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > 65535:
         raise InvalidInput(f"{url!r} is not the URL of a server. {_FIX_ADDRESS}")
 
 
