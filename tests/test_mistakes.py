@@ -18,15 +18,19 @@ import pytest
 import torch
 
 from tinker_lightning import AdamParams, Datum, LossFnOutput, Regularizer, custom_loss, losses
+from tinker_lightning.callbacks import GenerationEval
 from tinker_lightning.client import ServiceClient, TrainingClient
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.data import ChatData, PreferenceData
 from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.lightning import checks
 from tinker_lightning.recipes import DPO, SFT
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tests.helpers.api import Served
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 DATA = [Datum.from_tokens(list(b"All happy families are alike")) for _ in range(2)]
@@ -38,6 +42,7 @@ BEGIN, END = "<!-- the table -->\n", "<!-- its end -->\n"
 class Stage:
     service: ServiceClient
     client: TrainingClient
+    http_url: str
 
     def custom(self, loss: Any, **more: Any) -> None:
         self.client.forward_backward_custom(DATA, loss, **more).result()
@@ -49,9 +54,9 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
+def stage(served: Served) -> Iterator[Stage]:
     with embedded_service() as service:
-        yield Stage(service, service.create_lora_training_client("tiny", rank=2))
+        yield Stage(service, service.create_lora_training_client("tiny", rank=2), served.url)
 
 
 def total(logprobs: list[torch.Tensor]) -> torch.Tensor:
@@ -144,6 +149,31 @@ def bare_list(stage: Stage) -> None:
     trainer.fit(SFT(stage.client), ["a text", "another"])
 
 
+def other_trainer(_: Stage) -> None:
+    import pytorch_lightning
+
+    checks.register_elsewhere("tinker")  # as importing this library does if that package was imported before
+    pytorch_lightning.Trainer(strategy="tinker")
+
+
+def folder_of_data(_: Stage) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.chdir(folder)
+        Path("chats").mkdir()
+        Path("chats", "train.jsonl").touch()
+        ChatData("chats")
+
+
+def misread_column(_: Stage) -> None:
+    score = GenerationEval(lambda text, row: text == row["anwser"], [{"prompt": "2 + 2?", "answer": "4."}])
+    score.on_samples(pl.Trainer(barebones=True), SFT("tiny"), [[{"text": "4."}]], in_epoch=False)
+
+
+def https(stage: Stage) -> None:
+    url = stage.http_url.replace("http://", "https://")
+    ServiceClient(base_url=url, retry_policy=RetryPolicy(0.0)).get_server_capabilities()
+
+
 def no_model(_: Stage) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TINKER_BASE_MODEL", raising=False)
@@ -174,6 +204,7 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R3.6", "a loss that the server does not know", lambda s: s.client.forward_backward(DATA, "urgnt").result()),
     ("R3.6", "a datum without an input that the loss reads", missing_input),
     ("R3.6", "an unreachable server", unreachable),
+    ("R3.6", "https on a port of http", https),
     ("R4.2", "a library loss without its input", lambda s: s.custom(losses.dpo)),
     ("R4.5", "a library loss on a batch without weights", lambda s: s.preferences(weights=[0.0] * 3)),
     ("R4.5", "several targets per position for a loss on sequences", lambda s: s.preferences([[2, 3], [3, 4], [4, 5]])),
@@ -187,6 +218,7 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R4.1", "a chat without an answer", lambda s: rows(s, '{"messages": [{"role": "user", "content": "2 + 2?"}]}')),
     ("R4.1", "a row with other columns", lambda s: rows(s, '{"question": "2 + 2?", "answer": "4."}')),
     ("R5.13", "a tool call that the chat template does not render", lambda s: rows(s, CALL)),
+    ("R4.1", "a folder as a data file", folder_of_data),
     ("R4.1", "a row that is too long", lambda s: rows(s, max_length=8)),
     ("R4.3", "a pair whose answers are equal", lambda s: rows(s, EQUAL, kind=PreferenceData)),
     ("R4.3", "a batch that is half a pair", lambda s: DPO(s.client).datums(DATA[:1])),
@@ -194,6 +226,10 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R5.3", "an empty dataset", lambda s: ChatData([], tokenizer=s.client.get_tokenizer()).setup("fit")),
     ("R5.3", "a list in place of a loader", bare_list),
     ("R5.3", "no model", no_model),
+    ("R5.3", "a model in this process", lambda _: SFT(torch.nn.Linear(2, 2))),
+    ("R5.3", "a learning rate that is a string", lambda _: SFT("tiny", learning_rate="1e-4")),
+    ("R5.3", "a Trainer of pytorch_lightning", other_trainer),
+    ("R5.3", "a score that reads a column that no row has", misread_column),
     ("R5.3", "a module that was closed", closed),
 ]
 
@@ -216,6 +252,7 @@ def told(mistake: Callable[[Stage], object], stage: Stage) -> tuple[str, str]:
         mistake(stage)
     text = str(raised.value)
     text = re.sub(r"/\S*/(rows\.jsonl)", r"\1", text)
+    text = re.sub(r"(https://127\.0\.0\.1):\d+", r"\1:8000", text)
     text = re.sub(r"/\S*/(tests/\S+?\.py):\d+", r"\1:…", text)
     text = re.sub(r" \(forward_backward \d+ of \S+, request \S+\)$", "", text)
     return type(raised.value).__name__, " ".join(text.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -10,12 +11,16 @@ import peft
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.trainers import DATA, SMALL, loader, logprobs_of, new, quiet
-from tinker_lightning import RemoteModule
+from tinker_lightning import RemoteModule, cli
 from tinker_lightning.callbacks import ExportAdapter, GenerationEval, export_adapter
+from tinker_lightning.client.files.peft_folder import vllm_problems
+from tinker_lightning.data import ChatData
 from tinker_lightning.errors import InvalidInput, OperationFailed
+from tinker_lightning.recipes import SFT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,3 +114,65 @@ def test_an_adapter_that_does_not_fit_is_reported(service: ServiceClient, tmp_pa
         export_adapter._check_loads(folder, config["base_model_name_or_path"])
     with pytest.warns(UserWarning, match="not checked: its base model '/nowhere' is not available"):
         export_adapter._check_loads(folder, "/nowhere")
+
+
+@pytest.mark.filterwarnings("ignore:adapter_config.json names the base model")
+def test_the_card_says_what_was_trained_and_keeps_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"prompt": f"{i}?", "completion": f"{i}."}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    best = ModelCheckpoint(tmp_path / "files", "best", monitor="val_nll", every_n_epochs=1)
+    exports = [ExportAdapter("last"), ExportAdapter("best", "best", base_model="organization/model")]
+    trainer = quiet(max_epochs=2, callbacks=[*exports, best], enable_checkpointing=True)
+    with SFT("tiny", rank=4, seed=3, base_url="embedded", api_key="tml-very-secret") as module:
+        trainer.fit(module, ChatData("rows.jsonl", validation=0.25, batch_size=2))
+    last, chosen = ((tmp_path / name / "README.md").read_text() for name in ("last", "best"))
+    for card in (last, chosen):
+        for row in ("| rank | 4 |", "| seed | 3 |", "| learning_rate | 0.0001 |", "| epochs | 2 |", "| torch | "):
+            assert row in card
+        assert re.search(
+            r"\| train \| source: rows\.jsonl, format: .*, rows: 6, tokens: \d+, trained tokens: \d+ \|", card
+        )
+        assert "| validation | source: 0.25 of rows.jsonl, " in card
+        assert "--max-lora-rank 8 " in card
+        assert "very-secret" not in card
+        assert str(tmp_path) not in card
+        assert "embedded" in card
+    assert re.search(r"\| val_nll \| [\d.]+ \|", last)
+    assert re.search(r"\| val_nll \| [\d.]+ \|", chosen)
+    assert chosen.startswith("---\nbase_model: organization/model\n")
+    assert cli.main(["export", str(tmp_path / "files" / "best.ckpt"), "again", "--no-check"]) == 0
+    again = (tmp_path / "again" / "README.md").read_text()
+    assert "| seed | 3 |\n| reduction | mean |\n| epochs | 2 |\n| optimizer steps | 6 |\n" in again
+    assert (
+        again.partition("## Scores")[2].partition("## Use")[0]
+        == chosen.partition("## Scores")[2].partition("## Use")[0]
+    )
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj"
+HEAD = ["base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"]
+VLLM: list[tuple[dict[str, Any], list[str], list[str], str | None]] = [
+    ({}, [f"{NAME}.lora_A.weight", f"{NAME}.lora_B.weight"], ["Qwen2ForCausalLM"], None),
+    ({}, [f"{NAME}.lora_embedding_A", f"{NAME}.lora_embedding_B"], [], None),
+    ({}, HEAD, ["LlamaForCausalLM"], None),
+    ({}, HEAD, [], None),  # nothing is known of the model class
+    ({}, HEAD, ["Qwen2ForCausalLM"], "for Qwen2ForCausalLM it takes no adapter of lm_head; train with train_unembed"),
+    ({}, [f"{NAME}.lora_A.weight"], [], "q_proj has only one of its two matrices"),
+    ({}, [f"{NAME}.lora_A.default.weight", f"{NAME}.lora_B.default.weight"], [], "does not know the tensor .*default"),
+    ({}, ["q_proj.lora_A.weight", "q_proj.lora_B.weight"], [], "does not know the tensor q_proj"),
+    ({"bias": "all"}, [], [], "bias is 'all'"),
+    ({"use_dora": True}, [], [], "use_dora is True"),
+    ({"modules_to_save": ["lm_head"]}, [], [], "modules_to_save is"),
+    ({"r": 1024}, [], [], "its rank is 1024"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "architectures", "problem"), VLLM)
+def test_what_vllm_would_not_load_is_named(
+    config: dict[str, Any], tensors: list[str], architectures: list[str], problem: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 32, **config}))
+    save_file({name: torch.zeros(1) for name in tensors}, tmp_path / "adapter_model.safetensors")
+    problems = vllm_problems(tmp_path, architectures)
+    assert problems == [] if problem is None else re.search(problem, " ".join(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from tests.helpers.soaking import first_only, mostly_soak
-from tinker_lightning import cli
+from tinker_lightning import callbacks, cli, data, recipes
+from tinker_lightning.cli import stages
 from tinker_lightning.errors import InvalidInput
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +175,11 @@ MISTAKES = [
 ]
 
 
+# The names of classes and options, and YAML itself.
+EARLY = ("SFTT", "modle", "max_epoch:", "Stoping", "ChatDta", "model: [", "SFT, model: tiny")
+FOUND_EARLY = {content for content, _ in MISTAKES if any(word in content for word in EARLY)}
+
+
 # One of a class, of an option, of a value, of the trainer, of the YAML, and of what the stage itself finds.
 @pytest.mark.parametrize(
     ("content", "message"), mostly_soak(MISTAKES, but=[MISTAKES[i] for i in (0, 1, 2, 5, 9, 11, 14)])
@@ -189,6 +196,60 @@ def test_a_mistake_in_a_file_is_one_message(
     (line,) = [each for each in said.splitlines() if each.startswith("tinker-lightning: ")]
     assert message in line
     assert "Traceback" not in said
+    if content in FOUND_EARLY:
+        with pytest.raises(InvalidInput) as raised:
+            stages.check_names("fit", ["--config", "run.yaml", *quiet])
+        assert line == f"tinker-lightning: {raised.value}"
+    else:
+        stages.check_names("fit", ["--config", "run.yaml", *quiet])
+
+
+def test_mistakes_in_names_are_found_before_torch_is_imported(folder: Path) -> None:
+    Path("run.yaml").write_text("model: {class_path: SFT, init_args: {modle: tiny}}")
+    script = "import sys; from tinker_lightning import cli; code = cli.main(['fit', '--config', 'run.yaml']); "
+    script += "sys.exit(code if not {'torch', 'lightning', 'jsonargparse'} & {*sys.modules} else 'imported')"
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2, answer.stderr
+    assert answer.stderr == "tinker-lightning: model: SFT has no option 'modle'. Did you mean 'model'?\n"
+
+
+def test_no_name_that_the_parser_knows_is_a_mistake() -> None:
+    from tinker_lightning.cli import lightning_cli
+
+    ours = [*recipes.__all__[:-1], *data.__all__, *callbacks.__all__, "Trainer"]
+    others = ["ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "CSVLogger", "WandbLogger", "TQDMProgressBar"]
+    for name in (*ours, *others):
+        package = next(each for each in (recipes, data, callbacks, pl, pl.callbacks, pl.loggers) if hasattr(each, name))
+        names = stages._parameters(name)
+        assert names is None if name == "WandbLogger" else names is not None
+        if names is not None:
+            assert names >= {*lightning_cli._options(f"{package.__name__}.{name}")}, name
+
+
+USER_CLASS = {"class_path": "own_recipe.Halved", "init_args": {"factor": 0.5}}
+CALLBACKS = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.patience=3"]
+VALID: list[tuple[Any, list[str]]] = [
+    ({"model": "SFT", "data": {"class_path": "ChatData", "dict_kwargs": {"x": 1}}}, []),
+    ({"model": USER_CLASS, "data": {"class_path": "Known", "init_args": {"x": 1}}}, []),  # own_recipe may have it
+    ({"model": "Known", "data": {"class_path": "RolloutData", "init_args": {"rewards": "own_recipe.reward"}}}, []),
+    ({"model": {"class_path": "SFT", "init_args": {"beta": 1}}}, ["--model", "DPO"]),
+    ({"model": {"class_path": "SFT"}}, ["--model.class_path=DPO", "--model.beta", "0.1"]),
+    ({"model": {"init_args": {"beta": 1}}, "trainer": {"logger": True}}, ["--model=DPO", "--trainer.logger=false"]),
+    ({"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"x": 1}}}}, ["--trainer.logger=WandbLogger"]),
+    ({"trainer.max_epochs": 3, "ckpt_path": None, "trainer": {"callbacks": {"class_path": "EarlyStopping"}}}, []),
+    ({"trainer": {"callbacks": "ModelCheckpoint"}}, [*CALLBACKS, "--trainer.max_epoc=1", "--print_config"]),
+    ({}, ["--model", "{class_path: SFT, init_args: {rank: 4}}", "--data=null", "--trainer.logger=false"]),
+    ({}, ["-c", "{model: SFT}", "--model.ran=3", "--model.init_args.rank=3", "--model.help", "DPO"]),
+]
+
+
+@pytest.mark.parametrize(("content", "arguments"), VALID)
+def test_what_may_be_right_is_left_to_the_parser(content: Any, arguments: list[str], folder: Path) -> None:
+    Path("own_recipe.py").write_text(OWN)
+    Path("run.yaml").write_text(yaml.safe_dump(content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        stages.check_names("fit", ["--config", "run.yaml", *arguments])
 
 
 def test_debug_shows_the_stack_trace(folder: Path) -> None:

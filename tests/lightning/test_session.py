@@ -67,15 +67,20 @@ def test_a_file_of_another_adapter_is_rejected(is_created: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_created", [False, True])
-def test_a_missing_state_is_reported_with_its_path(is_created: bool, tmp_path: Path) -> None:
+def test_a_missing_state_is_reported_with_its_path_and_folders(
+    is_created: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "first"))
     with own() as module:
         file = written(module, tmp_path)
         path = state_in(file)
-        module.delete_state(path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "second"))
+    first, second = (tmp_path / name / "tinker_lightning" / "checkpoints" for name in ("first", "second"))
     with own() as module:
         if is_created:
             logprobs_of(module)
-        with pytest.raises(NotFound, match=f"{path} that the checkpoint names is not on the server"):
+        missing = f"{path} that the checkpoint names is not on the server.* saved in {first}, and {second} was searched"
+        with pytest.raises(NotFound, match=missing):
             resumed(module, file)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
+import os
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
-from tinker_lightning.client.files.peft_folder import CONFIG, check_target, export_adapter
+from tinker_lightning.client.files.peft_folder import CONFIG, check_target, export_adapter, vllm_problems
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
 from tinker_lightning.lightning.checkpoint import contents
+from tinker_lightning.lightning.hyperparameters import is_secret
 from tinker_lightning.lightning.reports import ReportingCallback
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from os import PathLike
 
     import lightning.pytorch as pl
@@ -35,7 +38,7 @@ _HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 
 
 class ExportAdapter(ReportingCallback):
-    """Saves the adapter with its tokenizer as a PEFT folder when a fit ends; `folder` is its path then.
+    """Saves the adapter with tokenizer and model card as a PEFT folder when a fit ends; `folder` is its path then.
 
     Args:
         path: A new or empty folder.
@@ -89,14 +92,18 @@ class ExportAdapter(ReportingCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Exports the adapter."""
         module = require_remote(self, pl_module)
+        data = {"Data": data_rows(trainer)}
         if self.which == "last":
-            self.export(module)
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "/" not in name}
+            steps = {"epochs": trainer.current_epoch, "optimizer steps": trainer.global_step}
+            self.export(module, data | training_sections(module.hparams, steps, metrics))
             return
         file = _monitoring(trainer)[0].best_model_path
         if not file:
             raise InvalidInput("there is no best checkpoint to export, because no checkpoint was saved in this fit")
-        with _temporarily_loaded(module, contents.state_in(trainer.strategy.checkpoint_io.load_checkpoint(file), file)):
-            self.export(module)
+        saved = trainer.strategy.checkpoint_io.load_checkpoint(file)
+        with _temporarily_loaded(module, contents.state_in(saved, file)):
+            self.export(module, data | file_sections(saved, file, module.hparams))
 
     @override
     def end_lines(self) -> dict[str, str]:
@@ -108,20 +115,22 @@ class ExportAdapter(ReportingCallback):
     def _overwrites(self) -> bool:
         return self.overwrite or self.folder is not None  # a second fit replaces the export of the first
 
-    def export(self, module: RemoteModule) -> Path:
-        """Exports the current adapter of a module, and returns its folder."""
+    def export(self, module: RemoteModule, about: Mapping[str, Mapping[str, Any]] | None = None) -> Path:
+        """Exports the current adapter of a module, and returns its folder; `about` has sections of its model card."""
         self._check_folders()
         module.drain()
         base = ""
 
-        def finish(part: Path) -> None:
+        def finish(part: Path) -> list[str]:
             nonlocal base
             base = self._name_base(module, part)
             _save_tokenizer(module, part)
-            if self.check:
-                _check_loads(part, base)
+            architectures = _check_loads(part, base) if self.check else []
+            if problems := vllm_problems(part, architectures):
+                warnings.warn(f"peft loads the adapter, but vLLM would not: {'; '.join(problems)}", stacklevel=2)
+            return architectures
 
-        folder = export_adapter(module.lm.backend, self.path, overwrite=self._overwrites, finish=finish)
+        folder = export_adapter(module.lm.backend, self.path, overwrite=self._overwrites, finish=finish, about=about)
         if self.merged is not None:
             with folders.new_folder(Path(self.merged).expanduser().resolve(), overwrite=self._overwrites) as part:
                 _merge(folder, base, part)
@@ -183,8 +192,49 @@ def _save_tokenizer(module: RemoteModule, folder: Path) -> None:
         warnings.warn(f"the export has no tokenizer: {error}", stacklevel=2)
 
 
-def _check_loads(folder: Path, base: str) -> None:
-    """Raises `OperationFailed` if the adapter does not fit its base model; warns if the base is not available."""
+def data_rows(trainer: pl.Trainer) -> dict[str, str]:
+    """Returns the parts of the data of a fit, described by the report of a data module of this library."""
+    parts: Mapping[str, Mapping[str, Any]] = getattr(trainer.datamodule, "report", {})  # type: ignore[attr-defined]
+    rows = {
+        part: ", ".join(f"{str(name).replace('_', ' ')}: {value}" for name, value in counts.items() if value)
+        for part, counts in parts.items()
+    }
+    return rows or {"train": f"{trainer.num_training_batches} batches of a loader"}
+
+
+def training_sections(
+    settings: Mapping[str, Any], steps: Mapping[str, Any], scores: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a model card on how an adapter was trained, without API keys and addresses."""
+    shown = {
+        name: value
+        for name, value in settings.items()
+        if value is not None and not name.startswith("_") and not name.endswith("_url") and not is_secret(name, value)
+    }
+    finite = {name: value for name, value in sorted(scores.items()) if name not in shown and math.isfinite(value)}
+    return {"Settings": {**shown, **steps}, "Scores": {name: f"{value:.6g}" for name, value in finite.items()}}
+
+
+def file_sections(
+    checkpoint: Mapping[str, Any], file: str | PathLike[str], settings: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a model card that a checkpoint file has; without defaults if no settings are given."""
+    steps = {"epochs": checkpoint.get("epoch", 0) + 1, "optimizer steps": checkpoint.get("global_step", 0)}
+    name = os.path.basename(file)
+    scores = {
+        str(state["monitor"]): float(state["best_model_score"])
+        for state in checkpoint.get("callbacks", {}).values()
+        if isinstance(state, dict) and state.get("monitor") and os.path.basename(state["best_model_path"]) == name
+    }
+    return training_sections(settings or checkpoint.get("hyper_parameters", {}), steps, scores)
+
+
+def _check_loads(folder: Path, base: str) -> list[str]:
+    """Returns the architectures of the base model; none, with a warning, if it is not available.
+
+    Raises:
+        OperationFailed: If the adapter does not fit its base model.
+    """
     import peft
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -198,7 +248,7 @@ def _check_loads(folder: Path, base: str) -> None:
             f"the adapter is exported, but not checked: its base model {base!r} is not available: {error}",
             stacklevel=2,
         )
-        return
+        return []
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for those who will train the adapter
         model = peft.get_peft_model(
@@ -213,6 +263,7 @@ def _check_loads(folder: Path, base: str) -> None:
             f"server sent {exported.get(wrong[0])}. Pass the base model that was trained as base_model=, or "
             "check=False."
         )
+    return list(config.architectures or ())
 
 
 def _merge(adapter: Path, base: str, folder: Path) -> None:

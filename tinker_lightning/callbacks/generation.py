@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.lightning.deferred_metrics import LogStep, log_at
 from tinker_lightning.lightning.module import RemoteModule
@@ -196,7 +196,17 @@ class GenerationEval(GeneratingCallback):
                 "GenerationEval scores texts, but the server names no tokenizer to decode with. Override the module's "
                 "`tokenizer` property."
             )
-        result = self.score(sample["text"], row)
+        try:
+            result = self.score(sample["text"], row)
+        except KeyError as error:
+            key = error.args[0] if error.args else None
+            if not isinstance(row, Mapping) or key in row:  # of another dict
+                raise
+            hint = did_you_mean(str(key), map(str, row))
+            raise InvalidInput(
+                f"prompt {index}: the score {self.name!r} reads {key!r}, but the row has {', '.join(map(str, row))}. "
+                f"{hint or 'Add it to the rows.'}"
+            ) from error
         by_name: dict[str, Any] = {self.name: result}
         if isinstance(result, Mapping):
             by_name = {f"{self.name}/{key}": value for key, value in result.items()}

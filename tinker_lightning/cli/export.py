@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="download trained weights as a PEFT folder",
-        description="Downloads an adapter, with its tokenizer, as a folder that peft, transformers and vLLM load.",
+        description="Downloads an adapter, with tokenizer and model card, as a folder for peft, transformers and vLLM.",
     )
     parser.add_argument(
         "source", metavar="SOURCE", help="a checkpoint file of Lightning, the folder of a run, or a tinker:// path"
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.source} is neither a checkpoint file nor a tinker:// path. `tinker-lightning checkpoints list` "
             "lists the paths."
         )
-    from tinker_lightning.callbacks import ExportAdapter
+    from tinker_lightning.callbacks.export_adapter import ExportAdapter, file_sections
     from tinker_lightning.client import connect
     from tinker_lightning.lightning.module import RemoteModule
 
@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     with connect(options.base_url or source.base_url, api_key=options.api_key) as service:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
-            folder = export.export(RemoteModule(source.training_client(service)))
+            about = None if source.checkpoint is None else file_sections(*source.checkpoint)
+            folder = export.export(RemoteModule(source.training_client(service)), about)
         for each in warned:
             print(f"tinker-lightning: {wording.reword(str(each.message), wording.EXPORT)}", file=sys.stderr)
         print(folder)

@@ -26,6 +26,7 @@ from typing_extensions import override
 import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
 from tinker_lightning import callbacks
+from tinker_lightning.cli import wording
 from tinker_lightning.errors import TinkerLightningError, did_you_mean
 from tinker_lightning.lightning.module import RemoteModule
 
@@ -203,7 +204,6 @@ _NO_CALL = re.compile(r"Invalid subclass spec given as value for type Any: (.*)"
 _IN_CLASS = re.compile(r"^( *)- Problem with given class_path '[\w.]+':\n( +Parser key .*?)(?=\n\1- |\Z)", re.S | re.M)
 _BASES = {"model": pl.LightningModule, "data": pl.LightningDataModule, "callbacks": pl.Callback, "logger": Logger}
 _BASE_NAMES = {base.__name__ for base in _BASES.values()}
-_SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
 
 
 def explain(text: str) -> str:
@@ -217,14 +217,11 @@ def explain(text: str) -> str:
         base = _BASES.get(key.rpartition(".")[2])
         if base is None:
             return f"{where}{match[1]!r} is not an import path. Write package.module.name."
-        names = sorted({cls.__name__ for cls in _subclasses(base)})
-        hint = did_you_mean(match[1], names) or "Give a name that --help lists, or the import path of a class."
-        return f"{where}there is no class {match[1]!r}. {hint}"
+        return where + wording.no_class(match[1], sorted({cls.__name__ for cls in _subclasses(base)}))
     if match := re.search(r"File does not exist: '(.*)'", text):
         return f"--{key}: there is no file {match[1]}"
     if match := re.search(r"Problems parsing config: (.*)\Z", text, re.DOTALL):
-        reason = match[1].replace('in "<unicode string>",', "at")
-        return f"--config is not valid YAML: {_plain(reason)}"
+        return wording.not_yaml(match[1])
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         names = [name for name in vars(importlib.import_module(match[1])) if not name.startswith("_")]
         return f"{where}the module {match[1]} has no {match[2]!r}. {did_you_mean(match[2], names)}".rstrip()
@@ -237,11 +234,9 @@ def explain(text: str) -> str:
     match = re.search(r"class_path '([\w.]+)':\s+(?:.*\n\s*)?(?:Option|Key|No action for key) '([\w.]+)' is not", text)
     # The parser takes a mapping with other keys than class_path and init_args for options of the base class.
     if _short(match[1]) in _BASE_NAMES if match else "Subclass types expect" in text:
-        return f"{where}expected class_path, a name, and init_args, the options of that class, and no other keys"
+        return f"{where}{wording.NO_CLASS}"
     if match:
-        return f"{where}{_short(match[1])} has no option {match[2]!r}. " + (
-            did_you_mean(match[2], _options(match[1])) or f"--{key}.help {match[1]} lists its options."
-        )
+        return where + wording.no_option_of(match[1], match[2], _options(match[1]), key)
     if match := _NO_ARGUMENT.search(text):
         near = did_you_mean(match[1], inspect.signature(_imported(match[2])).parameters)
         return f"{where}{_short(match[2])} has no argument {match[1]!r}. {near}".rstrip()
@@ -250,8 +245,8 @@ def explain(text: str) -> str:
         if name.startswith("trainer."):
             names = [f"trainer.{each}" for each in _options("lightning.pytorch.Trainer")]
         else:
-            name, names = name.partition(".")[0], [*_SECTIONS]
-        return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
+            name, names = name.partition(".")[0], [*wording.SECTIONS]
+        return wording.no_option(name, names)
     if match := re.search(r"the following arguments are required: \w+\.(\w+)", text):
         return f"{match[1]} is missing. Pass --{match[1]} NAME, or --config FILE with a section {match[1]!r}."
     if not located and (match := _NO_CALL.search(text)):  # raised by the class or function itself

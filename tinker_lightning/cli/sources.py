@@ -22,12 +22,14 @@ class Source:
         adapter: A PEFT folder.
         base_model: The name of a base model.
         base_url: The server of the run that wrote a checkpoint file, if the file names it.
+        checkpoint: The content of a checkpoint file, and its path.
     """
 
     path: str | None = None
     adapter: Path | None = None
     base_model: str | None = None
     base_url: str | None = None
+    checkpoint: tuple[dict[str, Any], Path] | None = None
 
     @classmethod
     def parse(cls, text: str) -> Source:
@@ -61,7 +63,7 @@ class Source:
 
         content = files.read(file)
         path = contents.state_in(content, file).path
-        return cls(path=path, base_url=content.get("hyper_parameters", {}).get("base_url"))
+        return cls(path, base_url=content.get("hyper_parameters", {}).get("base_url"), checkpoint=(content, file))
 
     def training_client(self, service: ServiceClient) -> TrainingClient:
         """Returns a client of a new model with the weights, for sources other than base models."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
+import importlib.util
 import os
 import pickle
+import re
 import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli import wording
 from tinker_lightning.errors import InvalidInput, TinkerLightningError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 _STAGES = {
     "fit": ("train a model", "Trains a model, and validates it if there is validation data."),
@@ -65,6 +74,10 @@ def run(options: argparse.Namespace) -> int:
             f"--output is for the answers of predict, and {options.stage} writes none. Set where logs and checkpoints "
             "go with --trainer.default_root_dir FOLDER."
         )
+    if (folder := os.getcwd()) not in sys.path:  # classes and rewards of the user, as with `python -m`
+        sys.path.append(folder)
+    if "lightning" not in sys.modules:  # else nothing is saved, and the classes of the caller have short names, too
+        check_names(options.stage, options.rest)
     try:
         import jsonargparse
         import lightning.pytorch.cli  # noqa: F401 which raises if an extra of jsonargparse is missing
@@ -78,8 +91,6 @@ def run(options: argparse.Namespace) -> int:
     from tinker_lightning.cli import lightning_cli
     from tinker_lightning.cli.lightning_cli import run_stage
 
-    if (folder := os.getcwd()) not in sys.path:  # classes and rewards of the user, as with `python -m`
-        sys.path.append(folder)
     with contextlib.ExitStack() as stack:
         try:
             run_stage(options.stage, options.rest, stack)
@@ -97,3 +108,156 @@ def run(options: argparse.Namespace) -> int:
                 raise InvalidInput(lightning_cli.explain(str(error))) from error
             raise
     return 0
+
+
+# The packages with classes for each key that names one.
+_PACKAGES = {
+    "model": ("tinker_lightning/recipes",),
+    "data": ("tinker_lightning/data",),
+    "trainer.callbacks": ("tinker_lightning/callbacks", "lightning/pytorch/callbacks"),
+    "trainer.logger": ("lightning/pytorch/loggers",),
+}
+_SPEC = {"class_path", "init_args", "dict_kwargs"}
+_CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+
+
+def check_names(stage: str, arguments: list[str]) -> None:
+    """Raises `InvalidInput` for invalid YAML, and for sections, classes and options that do not exist.
+
+    It reads the source of Lightning and of this package, because importing them takes seconds. Whatever is not
+    certainly wrong is left to the parser.
+    """
+    packages = ("yaml", "jsonargparse", "lightning")
+    if any(importlib.util.find_spec(package) is None for package in packages) or "Trainer" not in _definitions():
+        return
+    given = list(_given(arguments))
+    contents = [content for name, value in given if name == "config" for content in _contents(value)]
+    sections, options = _parameters("Trainer", stage), _parameters("Trainer")
+    for content in contents:
+        if sections and (name := _unknown(content, {*wording.SECTIONS, "config", *sections})):
+            raise InvalidInput(wording.no_option(name, wording.SECTIONS))
+        if options and isinstance(trainer := content.get("trainer"), Mapping) and (name := _unknown(trainer, options)):
+            raise InvalidInput(wording.no_option(f"trainer.{name}", [f"trainer.{each}" for each in options]))
+    if options and (name := _unknown(_typed(given, "trainer", options), options)):
+        raise InvalidInput(wording.no_option(f"trainer.{name}", [f"trainer.{each}" for each in options]))
+    if _imports(contents) or _imports([value for _, value in given]):  # may add classes with short names
+        return
+    for key, spec in _specs(given, contents):
+        _check_class(key, spec["class_path"])
+        if spec.keys() - _SPEC:
+            raise InvalidInput(f"{key}: {wording.NO_CLASS}")
+        options = _parameters(spec["class_path"].rpartition(".")[2])
+        for names in (spec.get("init_args"), _typed(given, key, options) if key in ("model", "data") else None):
+            if options and isinstance(names, Mapping) and (name := _unknown(names, options)):
+                raise InvalidInput(f"{key}: {wording.no_option_of(spec['class_path'], name, options, key)}")
+
+
+def _given(arguments: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields the options of a command line, without dashes, with their values."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("-"):
+            name, equals, value = argument.lstrip("-").partition("=")
+            yield "config" if name == "c" else name.rstrip("+"), value if equals else following
+
+
+def _typed(given: Iterable[tuple[str, str]], key: str, options: Iterable[str] | None) -> dict[str, None]:
+    """Returns the options of a class on a command line, where the parser takes the start of a name, too."""
+    names = [name.removeprefix(f"{key}.").partition(".")[0] for name, _ in given if name.startswith(f"{key}.")]
+    starts = {option[:length] for option in options or () for length in range(1, len(option))}
+    return dict.fromkeys(name for name in names if name not in {*_SPEC, "help", *starts})
+
+
+def _imports(value: Any) -> bool:
+    """Returns whether the parser may import a module of another package for a value or for one inside it."""
+    if isinstance(value, Mapping | list):
+        return any(map(_imports, value.values() if isinstance(value, Mapping) else value))
+    package, dot, _ = value.partition(".") if isinstance(value, str) else ("", "", "")
+    if not dot or not package.isidentifier() or package in ("tinker_lightning", "lightning"):
+        return False
+    return importlib.util.find_spec(package) is not None
+
+
+def _contents(value: str) -> Iterator[Mapping[Any, Any]]:
+    """Yields the mapping of a `--config`: a file, or YAML itself."""
+    import yaml  # type: ignore[import-untyped]
+
+    is_file = os.path.isfile(value)
+    try:
+        text = Path(value).read_text(encoding="utf-8") if is_file else value
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 a safe loader
+    except (yaml.parser.ParserError, yaml.scanner.ScannerError) as error:
+        if is_file:
+            raise InvalidInput(wording.not_yaml(str(error))) from error
+    except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        return
+    else:
+        if isinstance(content, str) and not os.path.exists(value):
+            raise InvalidInput(f"--config: there is no file {os.path.abspath(value)}")
+        if isinstance(content, Mapping):
+            yield content
+
+
+def _specs(given: list[tuple[str, str]], contents: list[Mapping[Any, Any]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yields the classes that are named, each with its key and as a mapping; those named twice are left out."""
+    for key in _PACKAGES:
+        section, _, name = key.partition(".")
+        values = [content[section] for content in contents if section in content]
+        if name:
+            values = [value[name] for value in values if isinstance(value, Mapping) and name in value]
+            values += [None for option, _ in given if option.startswith(key)]  # YAML, which need not be a name
+        else:
+            typed = [value for option, value in given if option in (key, f"{key}.class_path")]
+            values += [None if value == "null" else value for value in typed]
+        for spec in values[0] if len(values) == 1 and isinstance(values[0], list) else values:
+            if isinstance(spec, str) and not os.path.exists(spec):  # a file would contain the mapping
+                spec = {"class_path": spec}
+            path = spec.get("class_path") if isinstance(spec, Mapping) else None
+            if isinstance(path, str) and path.replace(".", "_").isidentifier() and len(values) == 1:
+                yield key, spec
+
+
+def _unknown(names: Iterable[Any], known: Iterable[str]) -> str | None:
+    """Returns the first name that is not known; names with dots, for the parser, are left out."""
+    return next((name for name in names if isinstance(name, str) and "." not in name and name not in {*known}), None)
+
+
+def _check_class(key: str, class_path: str) -> None:
+    """Raises `InvalidInput` if neither this package nor Lightning defines a class of that name."""
+    short = class_path.rpartition(".")[2]
+    if short not in _definitions() and class_path.rpartition(".")[0].partition(".")[0] in ("", "tinker_lightning"):
+        names = [
+            name
+            for name, files in _definitions().items()
+            if any(package in file.as_posix() for file in files for package in _PACKAGES[key])
+        ]
+        raise InvalidInput(f"{key}: {wording.no_class(class_path, names)}")
+
+
+@functools.cache
+def _definitions() -> dict[str, list[Path]]:
+    """Returns the files of this package and of Lightning that define each class, by its name."""
+    definitions: dict[str, list[Path]] = {}
+    for package, folder in (("tinker_lightning", ""), ("lightning", "pytorch")):
+        spec = importlib.util.find_spec(package)
+        for root in (spec and spec.submodule_search_locations) or ():
+            for file in Path(root, folder).rglob("*.py"):
+                for name in _CLASS.findall(file.read_text(encoding="utf-8")):
+                    definitions.setdefault(name, []).append(file)
+    return definitions
+
+
+@functools.cache
+def _parameters(name: str, method: str = "__init__") -> frozenset[str] | None:
+    """Returns the arguments of a method of a class, inherited ones behind `**kwargs` included; None if uncertain."""
+    if len(files := _definitions().get(name, [])) != 1:
+        return None
+    module = ast.parse(files[0].read_text(encoding="utf-8"))
+    cls = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = [node.args for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method]
+    own = {each.arg for arguments in methods for each in (*arguments.args[1:], *arguments.kwonlyargs)}
+    if methods and not any(arguments.kwarg for arguments in methods):
+        return frozenset(own)
+    bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in cls.bases]
+    inherited = [_parameters(base, method) for base in bases]
+    known = [each for each in inherited if each is not None]
+    return frozenset(own).union(*known) if known and len(known) == len(inherited) else None

@@ -1,12 +1,14 @@
-"""Rewords messages of the Python API for the command line: options in place of arguments, no endpoints in front."""
+"""Messages of the command line: those of the Python API with options in place of arguments, and mistakes in a file."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
+from tinker_lightning.errors import did_you_mean
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _ENDPOINT = re.compile(r"^(?:GET|POST|PUT|DELETE) (?:https?://[^/\s]+)?/\S+: (?:path: )?")
 # The prefix that torch adds to the error of a process that loads data.
@@ -52,3 +54,35 @@ def reword(text: str, advice: Mapping[str, str]) -> str:
     for pattern, replacement in {**advice, **_EVERYWHERE}.items():
         text = re.sub(pattern, replacement, text)
     return text
+
+
+SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
+"""The keys of a file that the help describes."""
+
+NO_CLASS = "expected class_path, a name, and init_args, the options of that class, and no other keys"
+"""The message for a mapping that does not name a class."""
+
+
+def not_yaml(reason: str) -> str:
+    """Returns the message for a file that PyYAML cannot parse."""
+    reason = reason.replace('in "<unicode string>",', "at")
+    return f"--config is not valid YAML: {' '.join(reason.split())}"
+
+
+def no_option(name: str, names: Iterable[str]) -> str:
+    """Returns the message for an unknown option of the file or the command line."""
+    return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
+
+
+def no_option_of(class_path: str, name: str, names: Iterable[str], key: str) -> str:
+    """Returns the message for an unknown option of a class."""
+    hint = did_you_mean(name, names) or f"--{key}.help {class_path} lists its options."
+    return f"{class_path.rpartition('.')[2]} has no option {name!r}. {hint}"
+
+
+def no_class(class_path: str, names: Iterable[str]) -> str:
+    """Returns the message for an unknown class."""
+    hint = did_you_mean(class_path.rpartition(".")[2], names)
+    return (
+        f"there is no class {class_path!r}. {hint or 'Give a name that --help lists, or the import path of a class.'}"
+    )

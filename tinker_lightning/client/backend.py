@@ -39,6 +39,10 @@ class TrainingBackend(Protocol):
         """The server's URL, or another name of it, for users."""
 
     @property
+    def storage(self) -> str:
+        """Where saved states are, for users: a folder, or the server."""
+
+    @property
     def dialect(self) -> Dialect:
         """The dialect of the server."""
 

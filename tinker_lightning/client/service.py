@@ -78,6 +78,7 @@ class ServiceClient:
         if target.in_process is not None:
             background.enable_openmp_end()
         self.url = target.url
+        self.storage = target.storage  # where saved states are: a folder of this machine, or the server
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]
         request = CreateSessionRequest(tags, dict(user_metadata or {}), SDK_VERSION, display_name, project_id)

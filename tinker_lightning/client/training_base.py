@@ -240,6 +240,11 @@ class BaseTrainingClient:
         return self._sender.server
 
     @property
+    def storage(self) -> str:
+        """Where saved states are: the folder of an embedded trainer, or the server."""
+        return self._sender.storage
+
+    @property
     def dialect(self) -> Dialect:
         """The dialect of the server."""
         return self._sender.dialect

@@ -29,6 +29,7 @@ from tinker_lightning.data.sources import (
     check_source,
     count_tokens,
     iterate_rows,
+    source_name,
 )
 from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
 from tinker_lightning.lightning.module import RemoteModule
@@ -107,7 +108,7 @@ class RowData(pl.LightningDataModule):
             raise InvalidInput("group_by_length orders all rows in each epoch: pass shuffle=True and streaming=False")
         self.batch_size = batch_size
         self.report: dict[str, dict[str, Any]] = {}
-        """The format of the rows of each part, and how many were kept, truncated, dropped and skipped in one pass."""
+        """The source and format of the rows of each part, and how many were kept, truncated, dropped and skipped."""
         self._share = validation if isinstance(validation, float) else None
         if self._share is not None and not 0 < self._share < 1:
             raise InvalidInput(f"validation must be a file, a dataset, or a share between 0 and 1, got {validation}")
@@ -278,9 +279,11 @@ class RowData(pl.LightningDataModule):
         return rows.datum(item) if isinstance(item, Datum) else item  # of a `convert` that does not use `rows`
 
     def _log(self, part: Part) -> None:
-        counts = self._counts.get(part)
-        if counts is not None:
-            self.report[part] = counts.as_dict()
+        if (counts := self._counts.get(part)) is not None:
+            origin = self._origin(part)
+            source = self._sources.get(origin, self._sources["train"])
+            name = source_name(source, None if origin in self._sources else self._share)
+            self.report[part] = {"source": name, **counts.as_dict()}
             level = logging.WARNING if counts.has_left_out or self.report[part]["truncated"] else logging.INFO
             logger.log(level, "%s: %s", part, counts.describe())
 

@@ -67,6 +67,11 @@ def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
     """Raises `InvalidInput` if a dataset cannot be read, or only once although it is read in each epoch."""
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
+        if os.path.isdir(source):
+            files = sorted(name for name in os.listdir(source) if name.endswith((".jsonl", ".json")))
+            one = f"a file in it, for example {os.path.join(path, files[0])}" if files else "a JSON Lines file"
+            loaded = ", or the dataset that datasets.load_dataset(...) or load_from_disk(...) makes of it"
+            raise InvalidInput(f"{part}: {path} is a folder. Pass {one}{loaded}.")
         if not os.path.isfile(source):
             raise InvalidInput(f"{part}: there is no file {path}")
         if builder := _BUILDERS.get(os.path.splitext(path)[1]):
@@ -93,6 +98,12 @@ def check_source(source: Any, part: str, *, read_again: bool = False) -> None:
             f"{part} is a {type(source).__name__}, which can be read once, but a stream is read in each epoch. Pass a "
             "file, a dataset, or a list of rows."
         )
+
+
+def source_name(source: Any, share: float | None = None) -> str:
+    """Returns a file as the user wrote it, or the kind of another source, and the share of it that is held out."""
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
+    return name if share is None else f"{share} of {name}"
 
 
 def count_tokens(item: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.spike import SpikeDetection
@@ -178,6 +179,22 @@ def _check_imports(trainer: pl.Trainer) -> None:
                 f"{type(one).__name__} is from the package pytorch_lightning, which this trainer does not recognize. "
                 "Import it from lightning.pytorch instead."
             )
+
+
+class OtherTrainer:
+    """Stands for the strategy in a Trainer of `pytorch_lightning`, whose own error would be that it does not exist."""
+
+    def __init__(self) -> None:
+        raise InvalidInput(
+            "this Trainer is from the package pytorch_lightning, which does not recognize modules of lightning. Import "
+            "it from there: import lightning.pytorch as pl."
+        )
+
+
+def register_elsewhere(name: str) -> None:
+    """Registers the strategy in `pytorch_lightning`, if that is imported, to raise an error that names the fix."""
+    if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
+        other.StrategyRegistry.register(name, OtherTrainer, "Raises an error")
 
 
 def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:

@@ -31,7 +31,7 @@ from tinker_lightning.remote.lm import RemoteHandle
 from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
-from tinker_lightning.types import SamplingParams
+from tinker_lightning.types import AdamParams, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +124,7 @@ class RemoteModule(LoggingModule):
         """
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
+        AdamParams(learning_rate, *betas, eps, weight_decay)  # raises if one of them is invalid
         api_key = None if api_key is None else Secret(api_key)
         adapter = {
             "rank": rank,
@@ -173,8 +174,7 @@ class RemoteModule(LoggingModule):
         """Returns the datums of a batch, as any iterable. Override it for loaders that yield something else.
 
         A batch is a list of datums, texts, chats (lists of messages), or dicts with `messages`, with `prompt` and
-        `completion`, or with `text`.
-        It is called once per batch; look-ahead may call it before earlier batches are trained.
+        `completion`, or with `text`. It is called once per batch; look-ahead may call it before others are trained.
         """
         return datums_of(batch, lambda: RowFormat(self.tokenizer))
 

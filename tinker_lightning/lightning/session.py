@@ -168,6 +168,7 @@ class Session:
         self.base_model = base_model if isinstance(base_model, str) else ""
         self.is_external = not isinstance(base_model, str)  # the user has passed the client
         self.resumes_from: str | None = None
+        self._saved_in: str | None = None  # where that state was saved
         self._settings = settings
         self._base_url = base_url
         self._api_key = api_key
@@ -186,7 +187,7 @@ class Session:
             settings["optimizer"] = self.remote.optimizer_kind
         if path is None:
             return self._service.create_lora_training_client(self.base_model, **settings)
-        with _explaining_missing(path, self._service):
+        with _explaining_missing(path, self._service, self._saved_in):
             _check_saved(path, self._service.weights_info(path), settings)
             if models.in_one_request(self._service.session.dialect):
                 return self._service.create_training_client_from_state_with_optimizer(path, self.base_model)
@@ -215,11 +216,11 @@ class Session:
                     f"the {what} of the checkpoint."
                 )
         if exists:
-            with _explaining_missing(state.path, remote.backend):
+            with _explaining_missing(state.path, remote.backend, state.storage):
                 remote.backend.load_state_with_optimizer(state.path).result()
         else:
             self.base_model = self.base_model or state.base_model or ""
-            self.resumes_from = state.path
+            self.resumes_from, self._saved_in = state.path, state.storage
 
     def close(self, *failure: Any) -> None:
         """Closes the session if it was opened here; does not wait for requests after a `failure`, as in `__exit__`."""
@@ -291,8 +292,8 @@ def _check_saved(path: str, info: WeightsInfoResponse, settings: dict[str, Any])
 
 
 @contextmanager
-def _explaining_missing(path: str, server: Any) -> Iterator[None]:
-    """Raises `NotFound` with the path of the state if loading fails because it is missing."""
+def _explaining_missing(path: str, server: Any, saved_in: str | None) -> Iterator[None]:
+    """Raises `NotFound` with the path of the state, and where it was saved, if loading fails because it is missing."""
     try:
         yield
     except (NotFound, InvalidInput) as error:  # which one depends on the server
@@ -304,6 +305,13 @@ def _explaining_missing(path: str, server: Any) -> Iterator[None]:
             raise
         raise NotFound(
             f"the remote state {path} that the checkpoint names is not on the server: {error}. It was deleted or has "
-            "expired, or the module is connected to another server. Resume from another checkpoint; the file itself "
-            "was not changed."
+            f"expired, or the module is connected to another server{_places(server.storage, saved_in)}. Resume from "
+            "another checkpoint; the file itself was not changed."
         ) from error
+
+
+def _places(searched: str, saved_in: str | None) -> str:
+    """Returns where a state was searched, and where it was saved if that is another place."""
+    if saved_in is None or saved_in == searched:
+        return f": {searched} was searched"
+    return f": it was saved in {saved_in}, and {searched} was searched"

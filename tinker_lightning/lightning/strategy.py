@@ -397,3 +397,4 @@ class LookAhead:
 StrategyRegistry.register(
     TinkerStrategy.strategy_name, TinkerStrategy, "Trains a model on a server over the Tinker API"
 )
+checks.register_elsewhere(TinkerStrategy.strategy_name)

@@ -134,6 +134,7 @@ class RemoteAdamW(RemoteOptimizer, torch.optim.AdamW):
         weight_decay: float = 0.0,
         grad_clip_norm: float = 0.0,
     ) -> None:
+        AdamParams(lr, *betas, eps, weight_decay)  # before torch's, whose errors do not name the setting
         self._grad_clip_norm = grad_clip_norm  # torch's constructor adds groups before `defaults` can have it
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.defaults["grad_clip_norm"] = grad_clip_norm

@@ -35,6 +35,7 @@ class SavedState:
     base_model: str | None
     rank: int | None
     steps: int
+    storage: str | None = None  # where it was saved, for errors; not in files of earlier versions
 
     def to_tensor(self) -> Tensor:
         """Returns the record as a state dict keeps it."""
@@ -57,7 +58,7 @@ class SavedState:
                 "tinker_lightning."
             ) from error
         what = "the record of a remote model"
-        keys = [field.name for field in dataclasses.fields(cls)]
+        keys = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
         content = check_format(content, what, _VERSION_KEY, FORMAT_VERSION, keys)
         return cls(**{name: value for name, value in content.items() if name != _VERSION_KEY})
 

@@ -12,6 +12,8 @@ import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import nn
+
 from tinker_lightning.client.backend import TrainingBackend
 from tinker_lightning.client.futures import UnreadFailures
 from tinker_lightning.client.sdk.adapters import as_backend
@@ -46,6 +48,16 @@ _DROPPED = (
 )
 
 
+def _check_remote(backend: Any) -> None:
+    """Raises `InvalidInput` for a model in this process, which can be called like a function that creates a client."""
+    if isinstance(backend, nn.Module) or (isinstance(backend, type) and issubclass(backend, nn.Module)):
+        name = backend.__name__ if isinstance(backend, type) else type(backend).__name__
+        raise InvalidInput(
+            f"{name} is a model in this process, but a model on a server is trained here. Pass the name of a base "
+            "model, for example SFT('tiny'), or the folder or hub id of a Hugging Face model as a string."
+        )
+
+
 class RemoteModel:
     """A remote model: the backend behind a handle, and the accumulation window for the next step.
 
@@ -62,6 +74,7 @@ class RemoteModel:
         self.expected: Pass | None = None  # the forward pass that look-ahead sent for the next call
         self.missed = False  # whether the next call was for other datums or weights
         self.max_steps_in_flight = max_steps_in_flight
+        _check_remote(backend)
         self.loss_name = "of this model"  # the name of the local loss in warnings
         self.received = 0  # the number of gradients received
         self.version = 0  # of the weights; incremented by a step or a load
@@ -256,7 +269,7 @@ class RemoteModel:
             name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
             path = self.wait(self.backend.save_state(name, **expiry)).path
             info = self.backend.get_info()
-            self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps)
+            self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps, self.backend.storage)
         return self.saved
 
     def _send(self, prepared: Sequence[PreparedCall], params: OptimParams) -> Step:

@@ -87,12 +87,19 @@ def to_optim_params(params: Any, kind: str | None = None) -> OptimParams:
 
 def _check(where: str, params: OptimParams, positive: Sequence[str], fractions: Sequence[str]) -> None:
     for name in positive:
-        value = getattr(params, name)
+        value = _number(f"{where}.{name}", getattr(params, name))
         if not (math.isfinite(value) and value >= 0):
             raise InvalidInput(f"{where}.{name} must be a finite number of at least 0, got {value}")
     for name in fractions:
-        if not 0 <= getattr(params, name) < 1:
+        if not 0 <= _number(f"{where}.{name}", getattr(params, name)) < 1:
             raise InvalidInput(f"{where}.{name} must lie in [0, 1), got {getattr(params, name)}")
+
+
+def _number(name: str, value: Any) -> Any:
+    """Returns a number, also a tensor or array of one; raises `InvalidInput` for a string, as YAML reads 1e-4."""
+    if isinstance(value, str):
+        raise InvalidInput(f"{name} must be a number, got the string {value!r}. Write 1.0e-4 in YAML, or float(...).")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

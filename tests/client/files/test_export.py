@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tinker_lightning.server import EmbeddedTrainer
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
+EXPORTED = ["README.md", *FILES]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def test_peft_loads_what_was_exported_and_gives_the_same_logprobs(backend: Backe
     model = trained(backend.model())
     folder = model.export_adapter(tmp_path / "new" / "adapter")
     assert folder == tmp_path / "new" / "adapter"
-    assert names(folder) == FILES
+    assert names(folder) == EXPORTED
     assert names(tmp_path / "new") == ["adapter"]
     outputs = model.forward(DATA, "cross_entropy").result().loss_fn_outputs
     for ours, theirs in zip(outputs, logprobs(folder, backend.trainer), strict=True):
@@ -120,7 +121,7 @@ def test_a_link_to_a_folder_leads_to_it(model: TrainingClient, tmp_path: Path) -
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     assert model.export_adapter(tmp_path / "link") == tmp_path / "disk"
-    assert names(tmp_path / "link") == FILES
+    assert names(tmp_path / "link") == EXPORTED
 
 
 class Downloads(httpx.AsyncBaseTransport):
@@ -199,7 +200,7 @@ def test_what_fails_leaves_nothing_behind_on_either_side(
     assert names(tmp_path) == []
     assert kept(shared, model) == []
     downloads.answers = []
-    assert names(model.export_adapter(tmp_path / "adapter")) == FILES
+    assert names(model.export_adapter(tmp_path / "adapter")) == EXPORTED
 
 
 def test_an_old_adapter_stays_if_the_new_one_fails(spoiled: tuple[ServiceClient, Downloads], tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_an_interrupt_leaves_nothing_behind_either(
         model.export_adapter(tmp_path / "adapter")
     assert names(tmp_path) == []
     assert kept(shared, model) == []
-    assert names(model.export_adapter(tmp_path / "adapter")) == FILES
+    assert names(model.export_adapter(tmp_path / "adapter")) == EXPORTED
 
 
 def test_a_server_that_sends_without_end_does_not_fill_the_disk(
@@ -257,7 +258,7 @@ def test_over_the_network_with_a_key(shared: EmbeddedTrainer, running: Running, 
         ServiceClient(base_url=url, api_key="tml-right") as service,
     ):
         model = trained(service.create_lora_training_client("tiny", rank=4))
-        assert names(model.export_adapter(tmp_path / "adapter")) == FILES
+        assert names(model.export_adapter(tmp_path / "adapter")) == EXPORTED
 
 
 def test_stale_addresses_are_requested_again(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import platform
 import uuid
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from tinker_lightning.client.backend import TrainingBackend
     from tinker_lightning.client.transport.channel import Channel
@@ -26,6 +28,7 @@ logger = logging.getLogger("tinker_lightning.client")
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+CARD = "README.md"
 # How long the server keeps the weights if this process dies before deleting them.
 _KEPT_SECONDS = 86400
 # Settings of peft that change what an adapter computes, with the values that a plain LoRA adapter has.
@@ -47,6 +50,35 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 # The most bytes of a configuration, and the largest rank and alpha.
 _MAX_CONFIG, _MAX_RANK = 1 << 20, 1 << 16
+_PACKAGES = ("tinker-lightning", "lightning", "torch", "transformers", "peft")
+_CARD = """\
+---
+{head}library_name: peft
+tags: [lora, tinker-lightning]
+---
+
+# LoRA adapter of {base}
+
+Trained with [tinker_lightning](https://pypi.org/project/tinker-lightning/){server}.
+{sections}
+## Use
+
+With peft: `AutoPeftModelForCausalLM.from_pretrained(FOLDER)`. {vllm}
+
+## Versions
+
+{versions}
+"""
+# The ranks that `vllm serve --max-lora-rank` takes (vLLM 0.28, vllm/config/lora.py).
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# The architectures of which vLLM adapts the output matrix and the embedding: `embedding_modules` names them (0.28).
+_VLLM_UNEMBEDS = """
+ApertusForCausalLM Ernie4_5ForCausalLM Exaone4ForCausalLM ExaoneForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM
+GlmForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM
+JambaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM LlamaForCausalLM MiniCPMForCausalLM MixtralForCausalLM
+NemotronForCausalLM NemotronHForCausalLM Phi3ForCausalLM PhiMoEForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+SolarForCausalLM
+"""
 
 
 def export_adapter(
@@ -54,7 +86,8 @@ def export_adapter(
     path: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    finish: Callable[[Path], None] | None = None,
+    finish: Callable[[Path], Sequence[str]] | None = None,
+    about: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Path:
     """Saves the current adapter as a folder that peft, transformers and vLLM load; returns the folder.
 
@@ -64,7 +97,9 @@ def export_adapter(
         backend: A training client of this library, or the official SDK's behind `as_backend`.
         path: A new or empty folder.
         overwrite: Whether to replace a folder that contains an adapter, with everything in it.
-        finish: Called with the downloaded files in a temporary folder, to add to them before they appear at `path`.
+        finish: Called with the downloaded files in a temporary folder, to add to them before they appear at `path`;
+            returns the architectures of the base model, if they are known.
+        about: Sections of the model card, each with its rows.
 
     Raises:
         InvalidInput: If the folder is not empty, or cannot be written.
@@ -79,8 +114,8 @@ def export_adapter(
             finally:
                 _delete(backend, saved)
             _check(part)
-            if finish is not None:
-                finish(part)
+            architectures = () if finish is None else finish(part)
+            (part / CARD).write_text(model_card(part, backend, about or {}, architectures), encoding="utf-8")
             check_target(path, overwrite)  # something may have been written to it in the meantime
     except OSError as error:
         if isinstance(error, TinkerLightningError):  # some of which are OSErrors
@@ -89,6 +124,85 @@ def export_adapter(
             raise InvalidInput(_taken(target)) from error
         raise InvalidInput(f"{target} cannot be written: {error}. Choose another folder.") from error
     return target
+
+
+def model_card(
+    folder: Path, backend: TrainingBackend, about: Mapping[str, Mapping[str, Any]], architectures: Sequence[str] = ()
+) -> str:
+    """Returns the model card of an adapter: what it was trained on and how, its scores, and how it is used."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    source = str(config.get("base_model_name_or_path") or "")
+    base = backend.get_info().model_data.model_name or source or "a model that its server does not name"
+    is_hub_id = source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    problems = vllm_problems(folder, architectures)
+    rank = next((each for each in _VLLM_RANKS if each >= (config.get("r") or 0)), None)
+    serve = f"With vLLM: `vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER`."
+    versions = {"Python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return _CARD.format(
+        head=f"base_model: {source}\n" if is_hub_id else "",
+        base=source if is_hub_id else base,
+        server=f" on a server of the kind `{backend.dialect.name}`",
+        sections="".join(f"\n## {title}\n\n{_table(rows)}\n" for title, rows in about.items() if rows),
+        vllm=f"vLLM does not load it: {'; '.join(problems)}." if problems else serve,
+        versions=_table(versions),
+    )
+
+
+def vllm_problems(folder: Path, architectures: Sequence[str]) -> list[str]:
+    """Returns why vLLM would not load an adapter, by the rules of its loader; nothing is known of other model classes.
+
+    vLLM takes plain LoRA whose tensors are called `base_model.model.MODULE.lora_A.weight` and `….lora_B.weight`, for
+    linear layers, and for the output matrix in some architectures only (`vllm/lora/peft_helper.py`, `utils.py` and
+    `lora_model.py`).
+    """
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    problems = [
+        f"{name} is {config[name]!r}"
+        for name in ("bias", "use_dora", "modules_to_save")
+        if config.get(name, _PLAIN[name][0]) not in _PLAIN[name]
+    ]
+    if not 0 < (config.get("r") or 0) <= _VLLM_RANKS[-1]:
+        problems.append(f"its rank is {config.get('r')}, and vLLM takes 1 to {_VLLM_RANKS[-1]}")
+    modules: dict[str, set[str]] = {}
+    for name in _tensor_names(folder):
+        module, _, matrix = name.removesuffix(".weight").rpartition(".")
+        is_known = name.endswith(("lora_embedding_A", "lora_embedding_B", "lora_A.weight", "lora_B.weight"))
+        if not (is_known and module.startswith("base_model.model.")):
+            problems.append(f"it does not know the tensor {name}")
+            break
+        modules.setdefault(module, set()).add(matrix[-1])
+    if half := [module for module, matrices in modules.items() if matrices != {"A", "B"}]:
+        problems.append(f"{half[0]} has only one of its two matrices")
+    embeds = sorted({module.rpartition(".")[2] for module in modules} & {"lm_head", "embed_tokens"})
+    if embeds and architectures and not {*_VLLM_UNEMBEDS.split()} & {*architectures}:
+        problems.append(
+            f"for {architectures[0]} it takes no adapter of {embeds[0]}; train with train_unembed=False, or use the "
+            "merged model"
+        )
+    return problems
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    file = folder / WEIGHTS[0]
+    if not file.exists():  # the names in a .bin are not read: that would unpickle it
+        return []
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        except ValueError:
+            return [f"of a file {file.name} without a header"]
+    return [name for name in header if name != "__metadata__"]
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = [(str(name), str(value).replace("|", "\\|").replace("\n", " ")) for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
 
 
 def upload_adapter(channel: Channel, folder: str | os.PathLike[str], base_model: str | None) -> str:

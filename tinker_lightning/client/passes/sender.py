@@ -164,6 +164,11 @@ class ProtocolSender:
         return "the embedded trainer" if self.channel.target.in_process is not None else self.channel.url
 
     @property
+    def storage(self) -> str:
+        """Where saved states are: the folder of an embedded trainer, or the server."""
+        return self.channel.target.storage
+
+    @property
     def live(self) -> LiveWeights:
         """The models in training on the server, by all clients of this process."""
         return self.channel.live

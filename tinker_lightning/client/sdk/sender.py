@@ -27,7 +27,7 @@ from tinker_lightning.client.sdk.requests import Calls, in_thread, value
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, fetch_capabilities
-from tinker_lightning.client.transport.target import HOSTED_URL, Credentials
+from tinker_lightning.client.transport.target import HOSTED_URL, Credentials, without_password
 from tinker_lightning.errors import InvalidInput, TinkerLightningError, Unsupported
 from tinker_lightning.threads.background import BackgroundLoop
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
@@ -86,6 +86,11 @@ class SdkSender:
     def server(self) -> str:
         """The URL of the server behind the SDK's client."""
         return _server_url(self.inner) or f"the server of {type(self.client).__name__}"
+
+    @property
+    def storage(self) -> str:
+        """Where saved states are: on the server."""
+        return without_password(self.server)
 
     @functools.cached_property
     def live(self) -> LiveWeights:

@@ -63,6 +63,8 @@ _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this proces
 _NOT_SENT = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol
 _NOT_ACCEPTED = frozenset({402, 429, 503})
 _SHOWN_AT_ONCE = frozenset({402, 429, 500})
+# What OpenSSL says of an answer that is not TLS, by its release.
+_NO_TLS = "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"
 _MAY_HAVE_RUN = "The server may have executed it, and would do so twice if it were sent again."
 
 # A client uses the same few URLs again and again, and parsing one takes a tenth of a request's time.
@@ -279,6 +281,10 @@ class Connection:
             return ConnectionDropped(
                 f"{what}: the connection was lost before the response was complete ({reason}). Check the log of the "
                 "server, and of the proxy if there is one."
+            )
+        if self.url.startswith("https:") and any(words in reason for words in _NO_TLS):
+            return ServerUnreachable(
+                f"{self.url} does not speak TLS. Is it an http server? Then write http:// in place of https://."
             )
         if isinstance(cause, httpx.ReadTimeout | httpx.WriteTimeout):
             return ServerUnreachable(f"{what}: no response within {_TIMEOUT.read:.0f} s. Is the server overloaded?")

@@ -25,4 +25,5 @@ def start() -> Target:
         on_close=trainer.close,
         in_process=trainer.losses.register_function,
         dialect=EMBEDDED,
+        data_folder=str(trainer.store.root),
     )

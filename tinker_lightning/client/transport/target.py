@@ -7,6 +7,7 @@ import base64
 import binascii
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Target:
         on_close: Called after the client is closed.
         in_process: Registers a Python function as a loss of a session, where the trainer runs in this process.
         dialect: What the server speaks; detected if it is not given.
+        data_folder: The folder of checkpoints, where the trainer runs in this process.
     """
 
     url: str
@@ -46,6 +48,17 @@ class Target:
     on_close: Callable[[], None] | None = None
     in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None
     dialect: Dialect | None = None
+    data_folder: str | None = None
+
+    @property
+    def storage(self) -> str:
+        """Where saved states are: a folder on this machine, or the server, without a password in its URL."""
+        return self.data_folder or without_password(self.url)
+
+
+def without_password(url: str) -> str:
+    """Returns a URL for files and messages."""
+    return re.sub(r"//[^/@]*@", "//", url)
 
 
 # A token with no more than this many seconds left is not used. An earlier exchange that fails is repeated after them.
