@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from tinker_lightning.errors import (
     TinkerLightningError,
     Unauthorized,
 )
+from tinker_lightning.threads.background import run_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,15 +74,6 @@ class Calls:
         return ours
 
 
-# Waits for futures that cannot call back, such as those of other vendors.
-_waiting = ThreadPoolExecutor(max_workers=64, thread_name_prefix="tinker-lightning-futures")
-
-
-def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Runs an action that waits for the server on a thread."""
-    return _waiting.submit(action)
-
-
 def _source(sent: Any) -> Future[Any]:
     """Returns the future of a call, whichever kind the client returns: the SDK has changed it, and vendors differ."""
     if isinstance(sent, list):
@@ -91,7 +83,7 @@ def _source(sent: Any) -> Future[Any]:
         return source
     if isinstance(sent, Future):
         return sent
-    return _waiting.submit(sent.result)
+    return run_on_thread(sent.result, "a call")  # futures of other vendors cannot call back
 
 
 def _all(sources: list[Future[Any]]) -> Future[list[Any]]:

@@ -23,13 +23,13 @@ from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import live_weights, preparation
 from tinker_lightning.client.passes.request import as_forward, combine_outputs, size, split
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.requests import Calls, in_thread, value
+from tinker_lightning.client.sdk.requests import Calls, value
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, fetch_capabilities
 from tinker_lightning.client.transport.target import HOSTED_URL, Credentials, without_password
 from tinker_lightning.errors import InvalidInput, TinkerLightningError, Unsupported
-from tinker_lightning.threads.background import BackgroundLoop
+from tinker_lightning.threads.background import BackgroundLoop, run_on_thread
 from tinker_lightning.types import ForwardBackwardOutput, LoadWeightsResponse
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class SdkSender:
                 )
             continued = functools.partial(self._continue_from, name, path, settings, self.calls.in_flight())
             return self.calls.submit(
-                name, lambda: in_thread(continued), lambda _: LoadWeightsResponse(path, self.model_id)
+                name, lambda: run_on_thread(continued, name), lambda _: LoadWeightsResponse(path, self.model_id)
             )
 
         def load() -> Any:
