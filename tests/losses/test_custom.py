@@ -42,8 +42,11 @@ def logprobs() -> list[Tensor]:
     return [torch.linspace(-n, -1, n).requires_grad_() for n in LENGTHS]
 
 
-def evaluate(loss: Callable[[list[Any], list[Tensor]], Any]) -> custom.Evaluation:
-    return custom.evaluate(loss, datums(), logprobs())
+def evaluate(loss: Callable[[list[Any], list[Tensor]], Any], leaves: list[Tensor] | None = None) -> custom.Evaluation:
+    lp = logprobs() if leaves is None else leaves
+    return custom.differentiate(
+        lambda: custom.loss_and_metrics(loss(datums(), lp), lp), lp, name=custom.function_name(loss)
+    )
 
 
 def test_the_gradient_of_each_datum_keeps_its_shape() -> None:  # R1.3
@@ -74,7 +77,7 @@ def test_the_callers_grad_mode_does_not_matter(mode: Any) -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData(np.full(n, -1.0))} for n in LENGTHS])
     with mode():
         leaves = custom.logprob_leaves(output, datums())
-        evaluation = custom.evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), datums(), leaves)
+        evaluation = evaluate(lambda _, lp: ((lp[0] ** 2).sum(), {}), leaves)
     assert evaluation.gradients[0].tolist() == [-2.0] * 3
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinker_lightning.client.files.peft_folder import export_adapter
@@ -154,8 +153,7 @@ class BaseTrainingClient:
         handle = request.local
         if handle is None:
             return self.unread.add(self._queue.send(request))
-        evaluate = partial(custom.evaluate, times(handle, request.scale))
-        return self._submit_custom(request.data, request.data, evaluate)
+        return self._submit_custom(request.data, request.data, evaluation(times(handle, request.scale)))
 
     def forward_backward_custom(
         self,

@@ -111,21 +111,14 @@ def read_logprobs(output: ForwardBackwardOutput, data: Sequence[Datum]) -> list[
     return tensors
 
 
-def evaluate(loss_fn: LossFn, data: list[Any], logprobs: list[Tensor]) -> Evaluation:
-    """Runs a loss and its backward on the calling thread.
-
-    Local parameters that the loss uses receive gradients as in any torch code. A datum that it does not use gets a
-    zero gradient.
-    """
-    return differentiate(
-        lambda: loss_and_metrics(loss_fn(data, logprobs), logprobs), logprobs, name=function_name(loss_fn)
-    )
-
-
 def differentiate(
     loss_fn: Callable[[], tuple[Tensor, dict[str, Any]]], logprobs: list[Tensor], *, name: str
 ) -> Evaluation:
-    """Runs a loss whose result is already checked, and its backward; `name` is what warnings call the loss."""
+    """Runs a loss whose result is already checked, and its backward, on the calling thread.
+
+    Local parameters that the loss uses receive gradients as in any torch code. A datum that it does not use gets a
+    zero gradient. `name` is what warnings call the loss.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         loss, metrics = loss_fn()
         loss.backward()

@@ -164,10 +164,10 @@ class PendingPass(TinkerFuture[ForwardBackwardOutput]):
 
 def evaluation(
     loss_fn: LossFn | None,
-    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None,
-    step: int,
-    grad_norms: bool,
-    timeout: float | None,
+    regularizers: Iterable[Regularizer | Mapping[str, Any]] | None = None,
+    step: int = 0,
+    grad_norms: bool = True,
+    timeout: float | None = None,
 ) -> Evaluate:
     """Checks a loss before anything is sent; returns the function that evaluates it.
 
@@ -186,17 +186,9 @@ def evaluation(
         raise InvalidLoss(f"loss_fn must be a function of (data, logprobs), got {type(loss_fn).__name__}{unless}")
     if loss_fn is not None:
         custom.check_arguments(loss_fn)
-        if not terms:
-            return partial(custom.evaluate, loss_fn)
-    added = ", ".join(term.name for term in terms)
-    name = added if loss_fn is None else f"{custom.function_name(loss_fn)} with {added}"
-
-    def evaluate(data: list[Any], logprobs: list[Tensor]) -> Evaluation:
-        def composed() -> tuple[Tensor, dict[str, Any]]:
-            return composition.evaluate(
-                data, logprobs, loss_fn, terms, step=step, grad_norms=grad_norms, timeout=timeout
-            )
-
-        return custom.differentiate(composed, logprobs, name=name)
-
-    return evaluate
+    names = ([] if loss_fn is None else [custom.function_name(loss_fn)], [term.name for term in terms])
+    name = " with ".join(", ".join(each) for each in names if each)
+    total = partial(composition.evaluate, step=step, grad_norms=grad_norms, timeout=timeout)
+    return lambda data, logprobs: custom.differentiate(
+        lambda: total(data, logprobs, loss_fn, terms), logprobs, name=name
+    )
