@@ -337,8 +337,8 @@ class BaseTrainingClient:
             self._flush()
             self._queue.clear(reason)
             return
-        with self._queue.holding_all():
-            self._flush()
+        self._check()
+        self._queue.flush(hold=True)
         dropped, sent = self._queue.drop(reason)
         if (dropped or sent) and not self._warned_of_gradient:
             self._warned_of_gradient = True

@@ -47,12 +47,11 @@ class PassQueue:
         self._pending: list[PendingPass] = []
         self._sequences = 0
         self._windows = 0
-        self._holds_all = False
         self._is_incomplete = False
         self._lock = threading.Lock()
         # Held while losses run, so that a step on another thread does not overtake their backwards.
         self._evaluating = threading.RLock()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()
 
     def forward(self, request: ServerPass) -> TinkerFuture[ForwardBackwardOutput]:
         """Sends the forward of a pass."""
@@ -69,7 +68,7 @@ class PassQueue:
         """Sends a pass, or holds it until the step."""
         if request.forward_only:
             raise Unsupported(request.forward_only)
-        if self._holds(request):
+        if request.per_batch == "window":
             return self._add(PendingPass("forward_backward", self._advance, request=request))
         return self._post(request)
 
@@ -98,8 +97,8 @@ class PassQueue:
             if forward is not None:
                 await forward.wait_async()
 
-    def flush(self) -> None:
-        """Evaluates the pending losses, then sends their passes: all of them, or none if one fails.
+    def flush(self, *, hold: bool = False) -> None:
+        """Evaluates the pending losses, then sends their passes, or holds them: all of them, or none if one fails.
 
         Raises the failure of a loss that fails; the others are abandoned. An interrupt leaves everything as it was, to
         be flushed again.
@@ -112,7 +111,7 @@ class PassQueue:
                     self.abandon()
                     each.result()
             for each in pending:
-                self._send(each)
+                self._send(each, hold=hold)
                 if each.failed:
                     each.result()  # no step without this pass
 
@@ -134,7 +133,7 @@ class PassQueue:
         pass cannot be sent, those after it are not sent either.
         """
         with self._stepping:
-            self._check()
+            self.check()
             self._release()
             yield
             self._begin_window()
@@ -143,22 +142,19 @@ class PassQueue:
     def check(self) -> None:
         """Raises `OperationFailed` if passes were sent whose step was not: they are scaled for that step only."""
         with self._stepping:
-            self._check()
+            if self._is_incomplete:
+                raise OperationFailed(
+                    "optim_step: an earlier step failed or was interrupted while its backward passes were being sent. "
+                    "The server keeps their gradient, which would distort this step, so the step is not sent. The "
+                    "weights are intact: call save_state, and continue with a new model that "
+                    "create_training_client_from_state_with_optimizer() creates from it."
+                )
 
     def clear(self, reason: str) -> None:
         """Drops the held passes, and begins a window: the server drops those that were sent."""
         with self._stepping:
             self.drop(reason)
             self._begin_window()
-
-    @contextlib.contextmanager
-    def holding_all(self) -> Iterator[None]:
-        """Holds all passes that are submitted in the `with` block."""
-        self._holds_all = True
-        try:
-            yield
-        finally:
-            self._holds_all = False
 
     def drop(self, reason: str) -> tuple[int, int]:
         """Drops the held passes; returns their number of sequences, and the number sent since the last step."""
@@ -168,9 +164,6 @@ class PassQueue:
         for each in held:
             each.abandon(reason)
         return sum(each.sequences for each in held), sent
-
-    def _holds(self, request: ServerPass) -> bool:
-        return request.per_batch == "window" or self._holds_all
 
     def _add(self, pending: PendingPass) -> PendingPass:
         with self._lock:
@@ -213,7 +206,7 @@ class PassQueue:
                     error.operation, error.model_id = "forward_backward_custom", self._sender.model_id
                 pending.fail(error)
 
-    def _send(self, pending: PendingPass) -> None:
+    def _send(self, pending: PendingPass, *, hold: bool = False) -> None:
         """Sends the pass of an evaluated loss, or leaves it to the step."""
         with pending.lock:
             evaluation, loss, forward = pending.evaluation, pending.loss, pending.forward
@@ -222,7 +215,7 @@ class PassQueue:
             output = forward.result()
             try:
                 request = self.prepare_gradient(loss.datums, evaluation.gradients, pending.leaves, output.retained)
-                is_held = self._holds(request)
+                is_held = hold or request.per_batch == "window"
                 # The step raises the failure of a held pass; the loss and its log-probabilities are known.
                 passed = forward if is_held else self._post(request)
             except Exception as error:
@@ -275,15 +268,6 @@ class PassQueue:
         with self._lock:
             self._sequences = 0
             self._windows += 1
-
-    def _check(self) -> None:
-        if self._is_incomplete:
-            raise OperationFailed(
-                "optim_step: an earlier step failed or was interrupted while its backward passes were being sent. The "
-                "server keeps their gradient, which would distort this step, so the step is not sent. The weights are "
-                "intact: call save_state, and continue with a new model that "
-                "create_training_client_from_state_with_optimizer() creates from it."
-            )
 
     def _release(self) -> None:
         with self._lock:
