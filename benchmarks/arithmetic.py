@@ -1,8 +1,8 @@
-"""The arithmetic recipe of tinker-cookbook, with the official SDK, next to ours: rewards by step, on one server.
+"""The arithmetic recipe of tinker-cookbook next to ours: rewards by step, on one server.
 
-Three runs start from the same weights, with the same problems, group sizes and learning rate: the loop of the cookbook;
-`GRPO` on the cookbook's own environments, where prompts and seeds of samples are the same, too; and the whole recipe
-with this library alone. Needs the package tinker-cookbook.
+The runs start from the same weights, with the same problems, group sizes and learning rate: the loop of the cookbook
+with the official SDK, and with our client in its place; `GRPO` on the cookbook's own environments, where prompts and
+seeds of samples are the same, too; and the whole recipe with this library alone. Needs the package tinker-cookbook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_token
 
 from benchmarks import report
 from benchmarks.processes import process, serve_model
+from tinker_lightning import client as ours
 from tinker_lightning.client import connect
 from tinker_lightning.rl.rollout_jobs import derive_seed
 
@@ -74,7 +75,7 @@ class Settings:
 
 
 def cookbook(url: str, own: Settings, folder: str) -> list[float]:
-    """Runs the loop of the cookbook with the official SDK; returns the mean reward of each step."""
+    """Runs the loop of the cookbook with the client in place; returns the mean reward of each step."""
     config = train.Config(
         model_name=own.model,
         renderer_name=RENDERER,
@@ -163,19 +164,25 @@ def fitted(module: Any, loader: Any, steps: int, folder: str) -> list[float]:
         return [float(row["reward"]) for row in csv.DictReader(file) if row.get("reward")]
 
 
-class Seeded(tinker.ServiceClient):
-    """An official client whose new models start from the same weights: the loop sets no seed."""
+def seeded(kind: Any) -> Any:
+    """Returns a class of clients whose new models start from the same weights: the loops set no seed."""
 
-    def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
-        return super().create_lora_training_client(*args, **{"seed": SEED, **settings})
+    class Seeded(kind):  # type: ignore[misc]
+        def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
+            return super().create_lora_training_client(*args, **{"seed": SEED, **settings})
 
-    async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
-        return await super().create_lora_training_client_async(*args, **{"seed": SEED, **settings})
+        async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
+            return await super().create_lora_training_client_async(*args, **{"seed": SEED, **settings})
+
+    return Seeded
 
 
 @contextmanager
-def official(own: Settings, tokenizer: Any) -> Iterator[None]:
-    """Lets the cookbook run here: with a tokenizer, an API key, and the seeds of weights and samples that ours have."""
+def client_in_place(kind: Any, own: Settings, tokenizer: Any) -> Iterator[None]:
+    """Lets the cookbook run here, with the clients of a package as the SDK's.
+
+    It gets a tokenizer, an API key, and the seeds of weights and samples that our runs have.
+    """
     seeds: dict[tuple[int, ...], deque[int]] = defaultdict(deque)
     dataset = own.dataset(tokenizer)
     for step in range(own.steps):
@@ -183,9 +190,9 @@ def official(own: Settings, tokenizer: Any) -> Iterator[None]:
             prompt, _ = asyncio.run(builder.env_thunk().initial_observation())
             number = step * own.groups + i
             seeds[tuple(prompt.to_ints())] += [derive_seed(0, number, sample, 0) for sample in range(own.group_size)]
-    sample = tinker.SamplingClient.sample
+    sample = kind.SamplingClient.sample
 
-    def seeded(self: Any, prompt: Any, num_samples: int, sampling_params: Any, *options: Any, **named: Any) -> Any:
+    def with_seed(self: Any, prompt: Any, num_samples: int, sampling_params: Any, *options: Any, **named: Any) -> Any:
         params = sampling_params.model_copy(update={"seed": seeds[tuple(prompt.to_ints())].popleft()})
         return sample(self, prompt, num_samples, params, *options, **named)
 
@@ -193,8 +200,9 @@ def official(own: Settings, tokenizer: Any) -> Iterator[None]:
     try:
         with (
             patch.dict(os.environ, TINKER_API_KEY=KEY),
-            patch.object(tinker, "ServiceClient", Seeded),
-            patch.object(tinker.SamplingClient, "sample", seeded),
+            patch.object(tinker, "ServiceClient", seeded(kind.ServiceClient)),
+            patch.object(tinker, "RestClient", kind.RestClient),
+            patch.object(kind.SamplingClient, "sample", with_seed),
         ):
             yield
     finally:
@@ -203,6 +211,7 @@ def official(own: Settings, tokenizer: Any) -> Iterator[None]:
 
 RUNS: dict[str, Callable[[str, Settings, str], list[float]]] = {
     "tinker-cookbook": cookbook,
+    "tinker-cookbook, our client": cookbook,
     "GRPO, its environments": adapted,
     "GRPO alone": alone,
 }
@@ -214,7 +223,8 @@ def measure(url: str, own: Settings, folder: str) -> list[dict[str, Any]]:
         tokenizer = service.create_sampling_client(base_model=own.model).get_tokenizer()
     rows = []
     for name, run in RUNS.items():
-        with official(own, tokenizer):
+        kind = tinker if name == "tinker-cookbook" else ours
+        with client_in_place(kind, own, tokenizer) if run is cookbook else nullcontext():
             began = time.perf_counter()
             rewards = run(url, own, f"{folder}/{name}")
         rows.append({"run": name, "seconds": time.perf_counter() - began, "rewards": rewards})

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from benchmarks import arithmetic
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -25,22 +27,16 @@ def created(client: Any) -> Any:
 
 
 def seeded(kind: Any) -> Any:
-    """A class of clients whose new models start from the same weights: the loops do not set a seed."""
+    """A class of clients whose new models start from the same weights, and which counts its clients."""
 
-    class Seeded(kind):  # type: ignore[misc]
+    class Counted(arithmetic.seeded(kind)):  # type: ignore[misc]
         created = 0
 
         def __init__(self, *args: Any, **settings: Any) -> None:
-            Seeded.created += 1
+            Counted.created += 1
             super().__init__(*args, **settings)
 
-        def create_lora_training_client(self, *args: Any, **settings: Any) -> Any:
-            return super().create_lora_training_client(*args, **{"seed": 5, **settings})
-
-        async def create_lora_training_client_async(self, *args: Any, **settings: Any) -> Any:
-            return await super().create_lora_training_client_async(*args, **{"seed": 5, **settings})
-
-    return Seeded
+    return Counted
 
 
 def common(batch_size: int) -> Any:
@@ -85,3 +81,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 def message(role: str, content: str) -> dict[str, str]:
     """A message of a conversation."""
     return {"role": role, "content": content}
+
+
+def is_result(name: str) -> bool:
+    """Whether a metric follows from the training, unlike durations."""
+    return "time" not in name

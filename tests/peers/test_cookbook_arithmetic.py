@@ -1,4 +1,7 @@
-"""The arithmetic recipe of `tinker-cookbook` with the official SDK, next to `GRPO`. Run it with `tox -e cookbook`."""
+"""The arithmetic recipe of `tinker-cookbook` with the official SDK, with our client in its place, and next to `GRPO`.
+
+Run it with `tox -e cookbook`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
 
 from benchmarks import arithmetic
+from tests.helpers.cookbook import is_result
 from tests.helpers.trainers import SMALL
 from tinker_lightning.client import connect
 from tinker_lightning.rl import PromptEnvironment
@@ -49,16 +53,24 @@ def test_the_same_rewards_and_gradient(
         return module, loader
 
     monkeypatch.setattr(arithmetic, "recipe", penalized)
-    official, adapted, alone = arithmetic.measure(url, OWN, str(tmp_path))
-    for run in (official, adapted, alone):
+    official, ours, adapted, alone = arithmetic.measure(url, OWN, str(tmp_path))
+    for run in (official, ours, adapted, alone):
         assert len(run["rewards"]) == OWN.steps
         assert all(math.isfinite(reward) for reward in run["rewards"])
     assert -0.1 < official["rewards"][0] < 0.9
     assert adapted["rewards"][0] == pytest.approx(official["rewards"][0], abs=1e-6)  # the same samples
     assert adapted["rewards"] == pytest.approx(official["rewards"], abs=0.3)  # then rounding may change some
-    with (tmp_path / official["run"] / "metrics.jsonl").open() as file:
-        expected = json.loads(file.readline())["grad_norm"]
-    assert column(tmp_path / adapted["run"], "grad_norm")[0] == pytest.approx(expected, rel=1e-3)
+    expected, same = (results(tmp_path / run["run"] / "metrics.jsonl") for run in (official, ours))
+    assert len(expected) >= OWN.steps
+    assert same == expected  # bit for bit
+    norm = column(tmp_path / adapted["run"], "grad_norm")[0]
+    assert norm == pytest.approx(expected[0]["grad_norm"], rel=1e-3)
+
+
+def results(file: Path) -> list[dict[str, float]]:
+    """The metrics of each step that follow from the training."""
+    rows = map(json.loads, file.read_text().splitlines())
+    return [{name: value for name, value in row.items() if is_result(name)} for row in rows]
 
 
 def column(folder: Path, name: str) -> list[float]:

@@ -41,6 +41,7 @@ from tests.helpers.cookbook import (
     common,
     comparisons,
     conversations,
+    is_result,
     seeded,
     write_rows,
 )
@@ -113,11 +114,6 @@ class Loops:
 
 async def awaited(running: Any) -> None:
     await running
-
-
-def is_result(name: str) -> bool:
-    """Whether a metric follows from the training, unlike durations."""
-    return "time" not in name
 
 
 @pytest.fixture(scope="module")
