@@ -126,6 +126,7 @@ def test_every_client_leads_to_its_tokenizer(
         service.create_lora_training_client(base_model=folder, rank=4).result(),
     ]
     assert all(client.get_tokenizer().encode("hé") == list("hé".encode()) for client in clients)
+    assert {client.get_base_model() for client in clients[:3]} == {folder}
     with pytest.raises(OSError, match="huggingface"):
         service.create_sampling_client(base_model="tiny").result().get_tokenizer()
 

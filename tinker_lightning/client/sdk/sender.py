@@ -5,6 +5,7 @@ Imported only after the user has passed such a client, so that `tinker` stays an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tinker
 from tinker import types as sdk
-from typing_extensions import override
 
 from tinker_lightning.client import models
 from tinker_lightning.client.dialects import servers
@@ -152,18 +152,19 @@ class SdkSender:
 
     @property
     def replaces_model(self) -> bool:
-        """Whether a state is loaded into a new model: where the server wants that, or the SDK, from 0.38 on.
+        """Whether a state is loaded into a new model: where the server wants that, or the SDK, by a deprecation.
 
-        The SDK creates a model from a state in one request, which older servers do not have.
+        SDK 0.38 creates a model from a state in one request, which older servers do not have.
         """
         if self.dialect.loads_first:
             return True
         is_deprecated = hasattr(tinker.TrainingClient.load_state, "__deprecated__")
-        return is_deprecated and self._is_official and self.dialect.knows("load_weights", "session_id")
+        return is_deprecated and self._can_continue and self.dialect.knows("load_weights", "session_id")
 
     @property
-    def _is_official(self) -> bool:
-        return isinstance(self.inner, tinker.TrainingClient)
+    def _can_continue(self) -> bool:
+        """Whether the client can continue with another model; releases without this class open sessions at once."""
+        return isinstance(self.inner, tinker.TrainingClient) and hasattr(tinker, "RestClient")
 
     def load(
         self,
@@ -175,11 +176,12 @@ class SdkSender:
         """Loads saved weights into the model, or into a new one, which the SDK's client then continues with."""
         settings = {} if token is None else {"weights_access_token": token}
         if self.replaces_model:
-            if not self._is_official:
+            if not self._can_continue:
                 raise Unsupported(
                     f"{name}: servers of the dialect {self.dialect.name!r} load states only into new models, and a "
-                    f"{type(self.inner).__name__} cannot continue with another model. Create a client from the state, "
-                    "with the SDK's create_training_client_from_state_with_optimizer(), and pass that."
+                    f"{type(self.inner).__name__} of tinker {tinker.__version__} cannot continue with another model. "
+                    "Create a client from the state, with create_training_client_from_state_with_optimizer(), and pass "
+                    "that."
                 )
             continued = functools.partial(self._continue_from, name, path, settings, self.calls.in_flight())
             return self.calls.submit(
@@ -195,7 +197,8 @@ class SdkSender:
         return loaded.then(lambda result: result, self._explained)
 
     def _explained(self, error: BaseException) -> BaseException:
-        error.args = (f"{error}{self.dialect.load_hint(str(error))}",)
+        if hint := self.dialect.load_hint(str(error)):
+            error.args = (f"{error}.{hint}",)
         return error
 
     def _continue_from(self, name: str, path: str, settings: dict[str, Any], in_flight: list[Future[Any]]) -> None:
@@ -205,15 +208,18 @@ class SdkSender:
         """
         wait(in_flight)
         earlier = value(self.inner.get_info())
-        create = getattr(_SameSession(self.inner.holder), name.replace("load", "create_training_client_from"))
+        create = getattr(_same_session(self.inner.holder), name.replace("load", "create_training_client_from"))
         optimizer = getattr(earlier, "optimizer_config", None)
         if optimizer is not None and "optimizer" in inspect.signature(create).parameters:
             settings = {**settings, "optimizer": optimizer}  # of a state with an optimizer, it is the state's
+        with contextlib.suppress(tinker.TinkerError):  # not every server tells
+            run = value(tinker.RestClient(self.inner.holder).get_training_run(self.model_id))
+            settings = {**settings, "user_metadata": run.user_metadata}
         client = value(create(path, **settings))
         created = value(client.get_info())
         for what in ("lora_rank", "model_name", "optimizer_config"):
             wanted, found = getattr(earlier, what, None), getattr(created, what, None)
-            if wanted != found:
+            if None not in (wanted, found) and wanted != found:
                 self._unload(str(client.model_id))
                 raise InvalidInput(
                     f"{name}: {path} has {what}={found}, but this model has {wanted}. Create a client from the state "
@@ -260,24 +266,11 @@ class SdkSender:
         return chunks
 
 
-class _SameSession(tinker.ServiceClient):
-    """Creates clients in the session of another one.
-
-    Args:
-        holder: The SDK's connection and session.
-    """
-
-    def __init__(self, holder: Any) -> None:  # opens no session, as the constructor of older releases does
-        self._holder = holder
-
-    @property
-    @override
-    def holder(self) -> Any:
-        return self._holder
-
-    @override
-    def get_telemetry(self) -> Any:
-        return self.holder.get_telemetry()
+def _same_session(holder: Any) -> tinker.ServiceClient:
+    """Returns a client that creates models in the session of another one."""
+    service = tinker.ServiceClient()  # opens nothing before it is used
+    service._session_holder = service._rest_holder = holder
+    return service
 
 
 def _detect_behind(client: Any) -> Dialect:
