@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
@@ -243,3 +244,10 @@ def test_mistakes_have_clear_errors(service: ServiceClient, tmp_path: Path) -> N
         CostMonitor(tmp_path / "prices.toml")
     with pytest.raises(InvalidInput, match="no model 'tiny'; did you mean 'tinny'"):
         quiet(callbacks=[CostMonitor({"tinny": PRICES["tiny"]})]).fit(new(service, RemoteModule), loader())
+
+
+@pytest.mark.parametrize("prices", [PRICES, "prices.json"])
+def test_a_configuration_file_has_prices_or_names_their_file(prices: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(CostMonitor, "cost")
+    assert parser.parse_object({"cost": {"prices": prices}}).cost.prices == prices

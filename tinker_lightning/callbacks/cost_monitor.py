@@ -56,7 +56,7 @@ class CostMonitor(ReportingCallback):
 
     def __init__(
         self,
-        prices: str | PathLike[str] | Mapping[str, Mapping[str, float]],
+        prices: Mapping[str, Mapping[str, float]] | str | PathLike[str],
         *,
         max_usd: float | None = None,
         path: str | PathLike[str] | None = None,
