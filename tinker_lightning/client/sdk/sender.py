@@ -71,9 +71,13 @@ class SdkSender:
         self.client = client
         self.inner = inner
         self.types = types
-        self.model_id = str(getattr(inner, "model_id", type(client).__name__))
         self.calls = Calls(self.model_id)
         self._dialect = dialect
+
+    @property
+    def model_id(self) -> str:
+        """The model that the client trains; the name of its class, if the client has no id of a model."""
+        return str(getattr(self.inner, "model_id", type(self.client).__name__))
 
     @property
     def dialect(self) -> Dialect:
@@ -152,7 +156,7 @@ class SdkSender:
 
     @property
     def replaces_model(self) -> bool:
-        """Whether a state is loaded into a new model: where the server wants that, or the SDK, by a deprecation.
+        """Whether a state is loaded into a new model: where the server, or a deprecation of the SDK, asks for it.
 
         SDK 0.38 creates a model from a state in one request, which older servers do not have.
         """
@@ -212,7 +216,7 @@ class SdkSender:
         optimizer = getattr(earlier, "optimizer_config", None)
         if optimizer is not None and "optimizer" in inspect.signature(create).parameters:
             settings = {**settings, "optimizer": optimizer}  # of a state with an optimizer, it is the state's
-        with contextlib.suppress(tinker.TinkerError):  # not every server tells
+        with contextlib.suppress(tinker.TinkerError):  # where the server describes no runs
             run = value(tinker.RestClient(self.inner.holder).get_training_run(self.model_id))
             settings = {**settings, "user_metadata": run.user_metadata}
         client = value(create(path, **settings))
@@ -226,9 +230,8 @@ class SdkSender:
                     "instead: create_training_client_from_state()."
                 )
         previous = self.model_id
-        # The object that the user has is the new client from here on. Otherwise, its saves would be of the old model.
+        # The user's object trains the new model from here on. Otherwise, its own saves would be of the earlier one.
         vars(self.inner).update(vars(client))
-        self.model_id = str(self.inner.model_id)
         self.calls = Calls(self.model_id)
         logger.info("%s: %s is loaded into a new model, %s, in place of %s", name, path, self.model_id, previous)
         self._unload(previous)
