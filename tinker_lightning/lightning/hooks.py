@@ -126,8 +126,7 @@ class RemoteHooks(pl.Callback):
         settings = reports.model_settings(module)
         wandb_runs.log_settings(trainer, settings)
         reports.show_report(trainer, reports.start_report(trainer, module, settings))
-        if isinstance(bar := trainer.progress_bar_callback, StepBar):
-            bar.steps = self._steps
+        self._set_steps(self._steps)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -204,6 +203,7 @@ class RemoteHooks(pl.Callback):
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Drops a Ctrl-C that was held, because the run ends anyway."""
         self._hold.end(deliver=False)
+        self._set_steps(None)
 
     @override
     def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
@@ -232,13 +232,18 @@ class RemoteHooks(pl.Callback):
         module.drain()
         if self._steps is not None:
             remote = module.lm.handle.remote
-            skipped = self._steps.taken - (remote.steps - self._taken)
+            # By hand, a step of another optimizer is counted, too.
+            skipped = self._steps.taken - (remote.steps - self._taken) if module.automatic_optimization else 0
             reports.show_report(
                 trainer, reports.end_report(trainer, self._steps, remote.tokens - self._tokens, self._before, skipped)
             )
-            self._steps = None
-            if isinstance(bar := trainer.progress_bar_callback, StepBar):
-                bar.steps = None
+            self._set_steps(None)
+
+    def _set_steps(self, steps: StepCount | None) -> None:
+        """Sets the steps that are counted, for the bar as well; None when the fit has ended."""
+        self._steps = steps
+        if isinstance(bar := self._trainer.progress_bar_callback, StepBar):
+            bar.steps = steps
 
     def _connect(self) -> None:
         for remote in group.remotes_of(self._module):

@@ -58,10 +58,10 @@ class ReportingCallback(pl.Callback):
 def start_report(trainer: pl.Trainer, module: RemoteModule, settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns what a fit is about to train, by the settings of its model."""
     rank, parameters = settings.get("lora_rank", "unknown"), settings.get("lora_parameters")
+    size = f"{parameters:,} parameters on the server" if parameters else "on the server"
     lines = {
         "Model": f"{settings.get('base_model', 'unknown')} on {settings['server']} (dialect {settings['dialect']})",
-        "Adapter": f"LoRA of rank {rank}, "
-        + (f"{parameters:,} parameters on the server" if parameters else "on the server"),
+        "Adapter": f"LoRA of rank {rank}, {size}",
         "Loss": module.lm.handle.remote.loss_name,
         "Data": _describe_data(trainer),
         "Steps": _describe_steps(trainer),
@@ -88,12 +88,11 @@ def end_report(
         before: The scores of a validation before the fit.
         skipped: The number of steps without a gradient, which sent nothing.
     """
-    done = (
-        f"{steps.taken:,} step{'s' * (steps.taken != 1)} in {clock(steps.elapsed)}, {tokens.trained:,} tokens trained"
-    )
+    done = f"{steps.taken:,} step{'s' * (steps.taken != 1)} in {clock(steps.elapsed)}"
+    done += f", {tokens.trained:,} tokens trained"
     done += f" ({tokens.trained / max(steps.elapsed, 1e-9):,.0f} tok/s)"
     done += f", {tokens.sampled:,} sampled" if tokens.sampled else ""
-    lines = {"Finished": done + (f", {skipped:,} of the steps skipped" if skipped else "")}
+    lines = {"Finished": done + (f", {skipped:,} of the steps skipped" if skipped > 0 else "")}
     if values := scores(trainer, "val_", "train_loss", "reward"):
         texts = (
             f"{before[name]:.4g} → {each:.4g}" if name in before else f"{each:.4g}" for name, each in values.items()
