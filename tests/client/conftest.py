@@ -12,7 +12,7 @@ from tests.helpers.backends import BACKENDS, Backend, BackendName, Recorded, rea
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.server import EmbeddedTrainer, create_app
-from tinker_lightning.server.engine.datum_pass import run_pass
+from tinker_lightning.server.engine.datum_pass import start_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,9 +88,9 @@ def held(monkeypatch: pytest.MonkeyPatch, reached: threading.Event) -> Iterator[
     def waiting(*args: Any, **options: Any) -> Any:
         reached.set()
         go_on.wait(30)
-        return run_pass(*args, **options)
+        return start_pass(*args, **options)
 
-    monkeypatch.setattr("tinker_lightning.server.engine.causal_lm.CausalLM.run_pass", waiting)
+    monkeypatch.setattr("tinker_lightning.server.engine.causal_lm.CausalLM.start_pass", waiting)
     yield go_on
     go_on.set()
 

@@ -18,8 +18,8 @@ import peft, transformers.models.llama.modeling_llama  # which a trainer would i
 data = [Datum.from_tokens([1, 2, 3])]
 """
 INTERRUPTED = """
-go_on, run_pass = threading.Event(), CausalLM.run_pass
-CausalLM.run_pass = lambda *args, **options: (go_on.wait(), run_pass(*args, **options))[1]
+go_on, start_pass = threading.Event(), CausalLM.start_pass
+CausalLM.start_pass = lambda *args, **options: (go_on.wait(), start_pass(*args, **options))[1]
 with embedded_service() as service:
     model = service.create_lora_training_client("tiny", rank=2)
     plain = model.forward(data, "cross_entropy")

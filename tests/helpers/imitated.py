@@ -12,6 +12,7 @@ import torch
 from tests.helpers.imitations.serving import Kind
 from tinker_lightning import Datum
 from tinker_lightning.server.engine.adapter import LoraAdapter
+from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf
@@ -147,13 +148,13 @@ class Peer:
         """The gradient of a plain sum for the newest model, by the trainer's own pass."""
         base, adapter = self._trainer.registry.models()[-1].ready()
         copy = LoraAdapter(adapter.weights.copy())
-        base.run_pass(copy, data, loss_fn, {})
+        run_pass(base, copy, data, loss_fn, {})
         return torch.cat([copy.gradient[name].flatten() for name in copy.weights.tensors])
 
     def logprobs(self, data: Datum) -> list[float]:
         """The log-probabilities of a datum for the newest model, by the trainer's own pass."""
         base, adapter = self._trainer.registry.models()[-1].ready()
-        output = base.run_pass(adapter, [data], "cross_entropy", {}, forward_only=True)
+        output = run_pass(base, adapter, [data], "cross_entropy", {}, forward_only=True)
         values: list[float] = output.loss_fn_outputs[0]["logprobs"].tolist()
         return values
 

@@ -15,7 +15,7 @@ from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteLM, RemoteModule, collate
 from tinker_lightning.errors import InvalidDatum, LossNotFinite
 from tinker_lightning.server.engine.causal_lm import CausalLM
-from tinker_lightning.server.engine.datum_pass import run_pass
+from tinker_lightning.server.engine.datum_pass import start_pass
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -62,14 +62,14 @@ def test_failed_look_ahead_passes_are_reported_too(service: ServiceClient, monke
 
     def held(*args: Any, **options: Any) -> Any:
         asked.wait(30)
-        return run_pass(*args, **options)
+        return start_pass(*args, **options)
 
     class Ahead(RemoteModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             asked.set()  # not before: the first failure would end the look-ahead
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(CausalLM, "run_pass", held)
+    monkeypatch.setattr(CausalLM, "start_pass", held)
     module = new(service, Ahead)
     unknown: Any = [Datum.from_tokens([5, 6, 99999])] * N
     with pytest.raises(InvalidDatum, match=r"99999.*forward 1 of") as caught:

@@ -81,9 +81,10 @@ def test_sessions_live_until_they_are_finished(api: Api) -> None:
     late = api.post("create_model", {"session_id": session, "model_seq_id": 7, "base_model": "tiny"})
     assert late.status_code == 400
     assert "is finished" in late.json()["detail"]
-    gone = api.run("forward_backward", api.train(model, 1))
-    assert gone["category"] == "user"
-    assert "it was unloaded" in gone["error"]
+    api.trainer.scheduler.find(f"{session}:finish").future.result(30)
+    gone = api.post("forward_backward", api.train(model, 1))
+    assert gone.status_code == 404
+    assert "it was unloaded when its session was finished" in gone.json()["detail"]
     assert api.post("get_info", {"model_id": model}).status_code == 404
     assert api.post("asample", api.sample(place, 0)).status_code == 404
 

@@ -161,7 +161,7 @@ def test_a_removed_key_ends_its_sessions_and_no_others(
     assert f"finishing {session}: the key alice was removed" in caplog.text
     assert alice.trainer.registry.session(session).finished
     alice.trainer.scheduler.find(f"{session}:finish").future.result(60)
-    assert alice.trainer.registry.model(model).adapter is None
+    assert not alice.trainer.registry.has_model(model)
     assert alice.request("GET", "sessions", headers=bob).json() == {"sessions": [theirs]}
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,7 +30,6 @@ from tinker_lightning.server.http import LocalHost, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SOON = 120.0  # on a busy machine
 
@@ -238,6 +242,36 @@ def test_a_folder_that_cannot_be_written_is_named_at_the_start(tmp_path: Path) -
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(InvalidInput, match=r"cannot store .* in .*file.*Choose another --data-dir"):
         serve.serve(["tiny"], port=0, data_dir=tmp_path / "file")
+
+
+def test_a_read_only_folder_is_named_at_the_start(tmp_path: Path) -> None:
+    """It exists and can be listed, so only a write shows it."""
+    folder = Path(tempfile.mkdtemp())  # one that another user reaches, too
+    (folder / "checkpoints").mkdir()
+    for each in (folder / "checkpoints", folder):
+        each.chmod(0o555)
+
+    def start() -> str:
+        with pytest.raises(InvalidInput) as caught:
+            serve.serve(["tiny"], port=0, data_dir=folder)
+        return str(caught.value)
+
+    said = tmp_path / "said"
+    with said.open("w") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
+        child = os.fork()
+        if not child:
+            try:
+                if not os.geteuid():
+                    os.setuid(65534)  # permissions do not bind root
+                file.write(start())
+                file.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    shutil.rmtree(folder)
+    expected = rf"cannot store checkpoints in {folder}/checkpoints: Permission denied. Choose another --data-dir"
+    assert re.match(expected, said.read_text())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tinker_lightning.testing import embedded_service
 from tinker_lightning.types import ForwardBackwardOutput, SampledSequence, SampleResponse, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tinker_lightning.client import ServiceClient, TrainingClient
@@ -126,8 +126,11 @@ class Bigram:
     def kept_bytes(self, *_: Any, **__: Any) -> int:
         return 0
 
-    def run_pass(self, adapter: BiasAdapter, data: Sequence[Datum], *_: Any, **options: Any) -> ForwardBackwardOutput:
+    def start_pass(
+        self, adapter: BiasAdapter, data: Sequence[Datum], *_: Any, **options: Any
+    ) -> Generator[None, None, ForwardBackwardOutput]:
         outputs, total = [], 0.0
+        yield from ()
         for datum in data:
             logprobs, gradient = closed_form(bias_of(adapter.weights), datum)
             outputs.append({"logprobs": TensorData(logprobs)})

@@ -265,18 +265,51 @@ def test_a_sampler_on_saved_weights_outlives_the_memory_of_them(api: Api, monkey
     assert answers == [answers[0]] * 5
 
 
-def test_a_session_whose_client_died_is_ended_when_another_comes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent, alive, never_beat = (api.model() for _ in range(3))
-    for model in (silent, alive):
-        api.post("session_heartbeat", {"session_id": model.split(":")[0]})
-    silent_session = api.trainer.registry.session(silent.split(":")[0])
-    assert silent_session.last_heartbeat is not None
-    silent_session.last_heartbeat -= trainer_module.HEARTBEAT_TIMEOUT + 1
+def test_a_session_whose_client_died_is_ended_when_another_comes(api: Api) -> None:
+    """Also one whose client has never sent a heartbeat. A client that only trains or polls is alive."""
+    silent, never_beat, alive, training, polling = models = [api.model() for _ in range(5)]
+    sessions = [api.trainer.registry.session(model.split(":")[0]) for model in models]
+    for session in (sessions[0], sessions[2]):
+        api.post("session_heartbeat", {"session_id": session.session_id})
+    receipt = api.submit("optim_step", api.step(polling, 1))
+    for session in sessions:
+        session.last_seen -= trainer_module.HEARTBEAT_TIMEOUT + 1
+    api.post("session_heartbeat", {"session_id": sessions[2].session_id})
+    api.run("forward_backward", api.train(training, 1))
+    api.result(receipt)
     api.session()
-    assert api.post("session_heartbeat", {"session_id": silent_session.session_id}).status_code == 410
-    assert "it was unloaded" in api.run("forward_backward", api.train(silent, 1))["error"]
-    for model in (alive, never_beat):
-        assert "metrics" in api.run("forward_backward", api.train(model, 1))
+    for model in (silent, never_beat):
+        api.trainer.scheduler.find(f"{model.split(':')[0]}:finish").future.result(30)
+        assert api.post("session_heartbeat", {"session_id": model.split(":")[0]}).status_code == 410
+        refused = api.post("forward_backward", api.train(model, 1))
+        assert refused.status_code == 404
+        assert "it was unloaded when its session was finished" in refused.text
+    for model, seq in ((alive, 1), (training, 2), (polling, 2)):
+        assert "metrics" in api.run("forward_backward", api.train(model, seq))
+
+
+def test_finished_models_are_forgotten(api: Api) -> None:
+    for _ in range(3):
+        session = api.session()
+        model = api.model(session)
+        api.post(f"sessions/{session}/finish", {})
+        api.trainer.scheduler.find(f"{session}:finish").future.result(30)
+        assert api.post("get_info", {"model_id": model}).status_code == 404
+    assert not api.trainer.registry.models()
+
+
+def test_metadata_that_is_nested_too_deep_is_rejected(api: Api) -> None:
+    """The encoder of the answers fails at some depth, which would be an internal error of each listing."""
+    for depth, status in ((32, 200), (33, 400), (253, 400)):
+        metadata: Any = {}
+        for _ in range(depth - 2):
+            metadata = [metadata]
+        response = api.post("create_session", {"user_metadata": {"a": metadata}})
+        assert response.status_code == status, response.text
+        if status == 200:
+            assert api.request("GET", f"sessions/{response.json()['session_id']}").status_code == 200
+        body = {"session_id": api.session(), "model_seq_id": 0, "base_model": "tiny", "user_metadata": {"a": metadata}}
+        assert api.post("create_model", body).status_code == status
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tinker_lightning.errors import MemoryLimitExceeded, OperationFailed, TrainerClosed
+from tinker_lightning.server.engine.causal_lm import CausalLM
+from tinker_lightning.server.trainer import fair_queue
 from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.scheduler import Scheduler
+from tinker_lightning.types import Datum, ModelInput
+from tinker_lightning.types.requests import ForwardBackwardRequest
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+    from torch import Tensor
 
     from tests.helpers.api import Api
     from tinker_lightning.server.trainer.memory import Pool
@@ -207,3 +214,61 @@ def test_a_client_trains_while_another_one_samples(api: Api) -> None:
     assert train(model, sampling) == expected
     sampled = api.result(sampling)["sequences"]
     assert sampled == api.run("asample", {**body, "seq_id": 1})["sequences"]
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "retained_backward"])
+def test_a_client_takes_a_step_in_the_middle_of_a_long_pass_and_no_bit_changes(
+    api: Api, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:  # R5.11
+    monkeypatch.setattr(fair_queue, "MIN_SLICE", 0.0)
+    api.trainer.retained.limit = 0  # so that the forward runs again, in calls
+    lengths = range(20, 32)
+    data = [Datum.from_tokens([i + 5] * length) for i, length in enumerate(lengths)]
+    gradient = [Datum(ModelInput([]), {"gradient": [-1.0] * (length - 1)}) for length in lengths]
+    called, go_on = threading.Event(), threading.Event()
+    hidden_states = CausalLM.hidden_states
+
+    def held(base: CausalLM, tokens_BT: Tensor) -> Tensor:
+        called.set()
+        assert go_on.wait(SOON)
+        return hidden_states(base, tokens_BT)
+
+    monkeypatch.setattr(CausalLM, "hidden_states", held)
+
+    def long(model: str) -> Job:
+        request = ForwardBackwardRequest(model, 1, data, "cross_entropy")
+        if kind == "forward_backward":
+            return api.trainer.passes.forward_backward(request)
+        return api.trainer.passes.retained_backward(
+            replace(request, seq_id=2, data=gradient, loss_fn_config={"forward": 1.0})
+        )
+
+    def prepared(model: str) -> str:
+        api.trainer.registry.model(model).ready()[1].token_budget = 40  # so that there are many calls
+        if kind == "retained_backward":
+            forward = ForwardBackwardRequest(model, 1, data, "cross_entropy")
+            api.trainer.passes.retained_forward(forward).future.result(SOON)
+        return model
+
+    go_on.set()
+    alone, interrupted = prepared(api.model(seed=1)), prepared(api.model(seed=1))
+    long(alone).future.result(SOON)
+    other, undisturbed = api.model(seed=2), api.model(seed=2)
+    for model in (other, undisturbed):
+        api.run("forward_backward", api.train(model, 1))
+    api.run("optim_step", api.step(undisturbed, 2))
+
+    called.clear()
+    go_on.clear()
+    job = long(interrupted)
+    assert called.wait(SOON)
+    step = api.trainer.scheduler.find(api.submit("optim_step", api.step(other, 2)))
+    ended: list[Job] = []
+    for each in (job, step):
+        each.future.add_done_callback(partial(lambda job, _: ended.append(job), each))
+    time.sleep(0.05)  # the time of the long pass, which is more than that of the other session then
+    go_on.set()
+    job.future.result(SOON)
+    assert ended == [step, job]
+    assert api.state(other) == api.state(undisturbed)
+    assert api.state(interrupted) == api.state(alone)

@@ -183,3 +183,17 @@ def test_overwriting_needs_the_flag_and_an_unnamed_state_gets_a_name_of_its_own(
     assert "already exists" in failed["error"]
     assert save(api, model, 3, overwrite=True) == path
     assert api.run("save_weights", {"model_id": model, "seq_id": 4})["path"].endswith("/weights/checkpoint-000004")
+
+
+def test_a_save_beyond_the_limit_fails_and_training_continues(api: Api) -> None:
+    api.trainer.store.disk_limit = 100_000
+    model = api.model()
+    api.run("forward_backward", api.train(model, 1))
+    before = api.state(model)
+    failed = api.run("save_weights", {"model_id": model, "seq_id": 2, "path": "state"})
+    assert failed["category"] == "server"  # the client cannot fix it, and is not told that its input is wrong
+    assert failed["error_class"] == "NotStored"
+    assert "of the 97.7 KiB that are allowed" in failed["error"]
+    assert api.state(model) == before
+    assert "metrics" in api.run("optim_step", api.step(model, 3))
+    assert not api.request("GET", "checkpoints").json()["checkpoints"]

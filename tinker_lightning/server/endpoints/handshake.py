@@ -76,7 +76,7 @@ async def heartbeat(request: Request) -> Response:
     session = trainer_of(request).registry.session(body.session_id)
     if session.finished:
         return answer({"detail": f"{body.session_id} is finished"}, 410)
-    session.last_heartbeat = time.monotonic()
+    session.last_heartbeat = session.last_seen = time.monotonic()
     return answer({"type": "session_heartbeat"})
 
 

@@ -71,7 +71,7 @@ class CausalLM:
         self._check_head()
 
     # Functions in modules of their own, with the model as their first argument.
-    run_pass = datum_pass.run_pass
+    start_pass = datum_pass.start_pass
     run_batch_pass = batch_pass.run_batch_pass
 
     def new_adapter(self, config: LoraConfig) -> LoraAdapter:

@@ -6,7 +6,7 @@ Shapes: B datums, T positions, N positions of all datums without padding, K alte
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,12 @@ from tinker_lightning.server.engine.datum_losses import BoundGraph, BoundLoss, e
 from tinker_lightning.types import ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.server.engine.adapter import LoraAdapter
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import Activations
+    from tinker_lightning.server.engine.interface import A, Activations, BaseModel
     from tinker_lightning.types import Datum, ModelInput
 
 
@@ -44,6 +44,24 @@ class _Example:
 
 
 def run_pass(
+    base: BaseModel[A],
+    adapter: A,
+    data: Sequence[Datum],
+    loss_fn: str | GraphLoss,
+    loss_fn_config: Mapping[str, float | str],
+    **options: Any,
+) -> ForwardBackwardOutput:
+    """Runs a pass to its end; see `start_pass`."""
+    slices = base.start_pass(adapter, data, loss_fn, loss_fn_config, **options)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as ended:
+            output: ForwardBackwardOutput = ended.value
+            return output
+
+
+def start_pass(
     base: CausalLM,
     adapter: LoraAdapter,
     data: Sequence[Datum],
@@ -55,10 +73,12 @@ def run_pass(
     activations: Activations | None = None,
     counted_only: bool = False,
     reserve: Callable[[int], None] | None = None,
-) -> ForwardBackwardOutput:
+    should_pause: Callable[[], bool] = lambda: False,
+) -> Generator[None, None, ForwardBackwardOutput]:
     """Returns the log-probabilities of all targets and the summed loss; adds the gradient unless `forward_only`.
 
-    The adapter is unchanged if an error is raised.
+    Yields where it pauses: the model may run anything else then, and the result has the same bits. The adapter is
+    unchanged if an error is raised, or if the pass is not run to its end.
 
     Args:
         base: The model.
@@ -74,6 +94,7 @@ def run_pass(
             the log-probabilities of the sampling policy are returned. Values and gradients are the same up to rounding,
             because a product of fewer rows may be rounded differently.
         reserve: Takes memory for the tensors of an uploaded loss.
+        should_pause: Called after each model call.
     """
     loss = BoundLoss(loss_fn, loss_fn_config) if isinstance(loss_fn, str) else BoundGraph(loss_fn, reserve)
     dtype = next(iter(adapter.weights.tensors.values())).dtype
@@ -85,26 +106,42 @@ def run_pass(
     outputs: list[dict[str, TensorData]] = [{} for _ in examples]
     metrics: Counter[str] = Counter()
     total = 0.0
-    with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
-        for batch in base.calls(lengths, adapter.token_budget):
-            terms: list[Tensor] = []
-            kept = None if forward_only or activations is None else activations.take(batch)
-            with nullcontext() if activations is None else torch.enable_grad():
-                logprobs_B = kept or _logprobs(base, [examples[i] for i in batch])
-            if forward_only and activations is not None:
-                positions = len(batch) * max(lengths[i] for i in batch)
-                activations.keep(batch, logprobs_B, base.activation_bytes(positions))
-            for i, logprobs in zip(batch, logprobs_B, strict=True):
-                with error_context(f"datum {i}: {loss.name}"):
-                    evaluated = loss.evaluate(logprobs, examples[i].arguments)
-                terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
-                total += evaluated.value
-                outputs[i] = {"logprobs": TensorData(_compact(logprobs.detach(), len(batch)), copy=False)}
-                metrics.update(evaluated.metrics)
-            if not forward_only:
-                torch.autograd.backward(terms)
+
+    def run_call(batch: list[int]) -> None:
+        nonlocal total
+        terms: list[Tensor] = []
+        kept = None if forward_only or activations is None else activations.take(batch)
+        with nullcontext() if activations is None else torch.enable_grad():
+            logprobs_B = kept or _logprobs(base, [examples[i] for i in batch])
+        if forward_only and activations is not None:
+            positions = len(batch) * max(lengths[i] for i in batch)
+            activations.keep(batch, logprobs_B, base.activation_bytes(positions))
+        for i, logprobs in zip(batch, logprobs_B, strict=True):
+            with error_context(f"datum {i}: {loss.name}"):
+                evaluated = loss.evaluate(logprobs, examples[i].arguments)
+            terms.append(evaluated.term if scale == 1 else evaluated.term * scale)
+            total += evaluated.value
+            outputs[i] = {"logprobs": TensorData(_compact(logprobs.detach(), len(batch)), copy=False)}
+            metrics.update(evaluated.metrics)
         if not forward_only:
-            adapter.add_gradient(parameters)
+            torch.autograd.backward(terms)
+
+    calls = deque(base.calls(lengths, adapter.token_budget))
+    gradients: dict[str, Tensor | None] = {}  # of the calls before a pause
+    while calls:
+        with base.lora.use(adapter.weights) as parameters, torch.no_grad() if forward_only else nullcontext():
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient
+            is_paused = False
+            while calls and not is_paused:
+                run_call(calls.popleft())
+                is_paused = bool(calls) and should_pause()
+            if is_paused:
+                gradients = {name: parameter.grad for name, parameter in parameters.items()}
+            elif not forward_only:
+                adapter.add_gradient(parameters)
+        if is_paused:
+            yield
     totals = {"loss:sum": total, "tokens:sum": sum(lengths)}
     combined = combine_metrics(metrics, len(examples))
     return ForwardBackwardOutput(outputs, {**prefix_clashes(combined, totals, "loss"), **totals})

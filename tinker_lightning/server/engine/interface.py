@@ -1,7 +1,7 @@
 """The seam between the trainer and an engine: Protocols of base models, adapters and samplers, and what they exchange.
 
     trainer ──► Engine(names) ──► ModelCatalog ── get(name) ──► BaseModel ─┬─ new_adapter(config) ──► Adapter
-                                                                           ├─ run_pass(adapter, data, loss)
+                                                                           ├─ start_pass(adapter, data, loss)
                                                                            └─ new_sampler() ──► Sampler
                                                                                   admit · step · cancel
 
@@ -21,7 +21,7 @@ from typing_extensions import TypeVar
 from tinker_lightning.types import LoraConfig, ModelInput, SamplingParams, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     import torch
 
@@ -233,7 +233,7 @@ class BaseModel(Protocol[A]):
     def new_sampler(self) -> Sampler:
         """Creates a sampler, which any number of requests share."""
 
-    def run_pass(
+    def start_pass(
         self,
         adapter: A,
         data: Sequence[Datum],
@@ -245,8 +245,12 @@ class BaseModel(Protocol[A]):
         activations: Activations | None = None,
         counted_only: bool = False,
         reserve: Callable[[int], None] | None = None,
-    ) -> ForwardBackwardOutput:
-        """Runs a pass with a loss of each datum, built-in or uploaded; see `datum_pass.run_pass`."""
+        should_pause: Callable[[], bool] = lambda: False,
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """Runs a pass with a loss of each datum, built-in or uploaded; see `datum_pass.start_pass`.
+
+        Yields where it pauses, if `should_pause` returns True between two model calls.
+        """
 
     def run_batch_pass(
         self,

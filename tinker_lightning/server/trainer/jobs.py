@@ -316,6 +316,7 @@ class ModelJobs:
         kind: str,
         run: Callable[[BaseModel, Adapter], Any],
         *,
+        can_pause: bool = False,
         request_bytes: int = 0,
         result_bytes: int = 0,
         **labels: object,
@@ -326,6 +327,7 @@ class ModelJobs:
             request: The request, with the model and the number.
             kind: The operation.
             run: The work.
+            can_pause: Whether it returns a generator, which pauses where `should_pause` says so.
             request_bytes: The memory of the request.
             result_bytes: The most memory that the result takes.
             **labels: Fields for the log.
@@ -337,7 +339,7 @@ class ModelJobs:
             kind,
             lambda: run(*model.ready()),
             owner=model.session_id,
-            can_pause=False,
+            can_pause=can_pause,
             request_bytes=request_bytes,
             result_bytes=result_bytes,
             measure=measure_result,
@@ -347,13 +349,19 @@ class ModelJobs:
         )
         return self._scheduler.submit(job, queue=model.model_id, number=request.seq_id)
 
+    def should_pause(self) -> bool:
+        """Returns whether the running job should pause, because it is the turn of another session."""
+        return self._scheduler.should_pause()
+
     def get(self, model_id: str, number: int) -> Job | None:
         """Returns the job that was submitted with this number, if its result is still kept."""
         return self._scheduler.get(f"{model_id}:{number}")
 
     def find(self, request_id: str) -> Job:
         """Returns the job with this id; raises `NotFound` if there is none, or its result has been dropped."""
-        return self._scheduler.find(request_id, self._registry.owns)
+        job = self._scheduler.find(request_id, self._registry.owns)
+        self._registry.see(request_id)
+        return job
 
     def skip(self, model_id: str, number: int) -> None:
         """Marks the number of a rejected request as skipped, because the client continues with the next one."""

@@ -1,5 +1,7 @@
 """The passes of a model, with built-in and uploaded losses, each charged before it starts.
 
+A pass with a loss of each datum pauses between model calls when it is the turn of another session.
+
 A forward pass may be retained: its activations are kept until its gradient arrives, so that no second forward is
 needed.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,12 +26,14 @@ from tinker_lightning.server.trainer.sizes import data_bytes, dense_bytes, pass_
 from tinker_lightning.types import Datum, ForwardBackwardOutput, TensorData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from tinker_lightning.lossgraph.graph_loss import Source
     from tinker_lightning.server.engine.interface import Adapter, BaseModel
     from tinker_lightning.server.trainer.jobs import Job
     from tinker_lightning.types import requests as rq
+
+    Slices: TypeAlias = Generator[None, None, ForwardBackwardOutput]
 
 # Forwards of one model without a step between them. Their datums are small, but their number must be bounded.
 MAX_FORWARDS = 256
@@ -151,7 +155,7 @@ class Passes:
         # Looked up now and not when the job runs: by then the name may refer to another loss.
         resolve = self._losses.find(session_id, request.loss_fn, loss_id)
 
-        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+        def run(base: BaseModel, adapter: Adapter) -> Slices:
             loss = resolve()
             options: Any = {"forward_only": request.forward_only, "scale": request.scale}
             if isinstance(loss, PythonLoss) or (loss is not None and loss.source != "datum"):
@@ -176,14 +180,17 @@ class Passes:
             if loss is not None and config:
                 raise InvalidInput(f"loss_fn_config: unknown setting {next(iter(config))!r}; use only loss_id")
             with self._work(base, adapter, request.data, backward=not request.forward_only) as work:
-                return base.run_pass(
-                    adapter,
-                    request.data,
-                    loss or request.loss_fn,
-                    config,
-                    counted_only=counted_only,
-                    reserve=_extra_charge(work),
-                    **options,
+                return (
+                    yield from base.start_pass(
+                        adapter,
+                        request.data,
+                        loss or request.loss_fn,
+                        config,
+                        counted_only=counted_only,
+                        reserve=_extra_charge(work),
+                        should_pause=self._jobs.should_pause,
+                        **options,
+                    )
                 )
 
         kind = "forward" if request.forward_only else "forward_backward"
@@ -191,7 +198,14 @@ class Passes:
         size = data_bytes(request.data, request.loss_fn_inputs)
         returned = pass_result_bytes(request.data) + RETURNED_BYTES * tokens
         return self._jobs.submit(
-            request, kind, run, request_bytes=size, result_bytes=returned, datums=len(request.data), tokens=tokens
+            request,
+            kind,
+            run,
+            can_pause=True,
+            request_bytes=size,
+            result_bytes=returned,
+            datums=len(request.data),
+            tokens=tokens,
         )
 
     def retained_forward(self, request: rq.ForwardBackwardRequest) -> Job:
@@ -200,7 +214,7 @@ class Passes:
         Its datums need no weights, which are the gradient that follows.
         """
 
-        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+        def run(base: BaseModel, adapter: Adapter) -> Slices:
             size = base.kept_bytes(_lengths(base, request.data), adapter.token_budget)
             activations = Activations() if size <= self._retained.limit else None
             with self._work(base, adapter, request.data, backward=False) as work:
@@ -211,7 +225,15 @@ class Passes:
                         work.resize(work.size + size)
                     except MemoryLimitExceeded:
                         activations = None
-                output = base.run_pass(adapter, data, request.loss_fn, {}, forward_only=True, activations=activations)
+                output = yield from base.start_pass(
+                    adapter,
+                    data,
+                    request.loss_fn,
+                    {},
+                    forward_only=True,
+                    activations=activations,
+                    should_pause=self._jobs.should_pause,
+                )
             self._retained.add(request.model_id, request.seq_id, RetainedForward(data, activations))
             return output
 
@@ -219,6 +241,7 @@ class Passes:
             request,
             "forward",
             run,
+            can_pause=True,
             request_bytes=data_bytes(request.data),
             result_bytes=pass_result_bytes(request.data),
             datums=len(request.data),
@@ -246,7 +269,7 @@ class Passes:
         kept = forward.data
         gradients = [_gradient(i, *each) for i, each in enumerate(zip(request.data, kept, strict=True))]
 
-        def run(base: BaseModel, adapter: Adapter) -> ForwardBackwardOutput:
+        def run(base: BaseModel, adapter: Adapter) -> Slices:
             activations = forward.take()
             with self._work(base, adapter, kept, backward=True) as work:
                 # Sparse gradients are made dense after they are charged.
@@ -257,13 +280,22 @@ class Passes:
                         work.resize(work.size + activations.size)
                     except MemoryLimitExceeded:
                         activations = None  # the forward runs again, in parts
-                output = base.run_pass(adapter, data, "cross_entropy", {}, activations=activations)
+                output = yield from base.start_pass(
+                    adapter,
+                    data,
+                    "cross_entropy",
+                    {},
+                    activations=activations,
+                    should_pause=self._jobs.should_pause,
+                )
             return replace(output, loss_fn_outputs=[{} for _ in data])
 
         tokens = sum(datum.model_input.length for datum in kept)
         # The datums too, because they are needed even if the forward is no longer kept.
         size = data_bytes(request.data) + data_bytes(kept)
-        return self._jobs.submit(request, "forward_backward", run, request_bytes=size, datums=len(kept), tokens=tokens)
+        return self._jobs.submit(
+            request, "forward_backward", run, can_pause=True, request_bytes=size, datums=len(kept), tokens=tokens
+        )
 
     def _work(
         self,

@@ -23,6 +23,7 @@ from tinker_lightning.wire import json as wire_json
 SAMPLER_BYTES = 2 << 30
 # Limits for the metadata of a session or a model, and for the number of sessions that are remembered.
 MAX_METADATA_BYTES = 64 << 10
+MAX_METADATA_DEPTH = 32
 MAX_SESSIONS = 10_000
 _METADATA = "metadata"  # the owner of all metadata, of which the oldest is dropped
 _ABANDONED_SECONDS = 60.0
@@ -31,11 +32,22 @@ _ABANDONED_SECONDS = 60.0
 def _metadata_bytes(metadata: dict[str, Any]) -> int:
     """Returns the memory that metadata takes; raises `InvalidInput` if it is too large to be kept."""
     for name, value in metadata.items():
+        if (depth := _depth(value)) > MAX_METADATA_DEPTH:
+            raise InvalidInput(f"{name}: is nested {depth} deep, but at most {MAX_METADATA_DEPTH} levels are kept")
         if value is not None and (size := len(wire_json.dumps(value))) > MAX_METADATA_BYTES:
             raise InvalidInput(
                 f"{name}: {size} bytes as JSON, but at most {MAX_METADATA_BYTES} are kept. Store large data elsewhere."
             )
     return wire_json.estimate_parsed_bytes(wire_json.dumps(metadata))
+
+
+def _depth(value: Any) -> int:
+    """Returns how deep lists and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 class Metadata:
@@ -74,6 +86,7 @@ class ClientSession:
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     last_heartbeat: float | None = None  # monotonic time, which stops while a laptop sleeps
+    last_seen: float = field(default_factory=time.monotonic)  # its last heartbeat or request
     finished: bool = False
 
 
@@ -217,11 +230,21 @@ class Registry:
         """Returns the model with this id; raises `NotFound` if there is none."""
         model = self._models.get(model_id)
         if model is None or not self.owns(model_id):
-            raise NotFound(f"model_id: there is no model {model_id!r}; call create_model first")
+            session = self._sessions.get(model_id.partition(":")[0])
+            is_freed = session is not None and self.owner.owns(session.owner) and model_id in session.models
+            fix = "it was unloaded when its session was finished" if is_freed else "call create_model first"
+            raise NotFound(f"model_id: there is no model {model_id!r}; {fix}")
+        self.see(model_id)
         return model
 
+    def see(self, object_id: str) -> None:
+        """Records that a client uses an object, whose id begins with the id of its session."""
+        session = self._sessions.get(object_id.partition(":")[0])
+        if session is not None:
+            session.last_seen = time.monotonic()
+
     def models(self) -> list[Model]:
-        """Returns all models since the server started."""
+        """Returns the models of all sessions that are not finished."""
         with self._lock:
             return [model for model in self._models.values() if self.owns(model.model_id)]
 
@@ -279,6 +302,7 @@ class Registry:
             sampler = self._samplers.pop(sampler_id, None) if self.owns(sampler_id) else None
             if sampler is not None:
                 self._samplers[sampler_id] = sampler  # moves it to the end, as most recently used
+                self.see(sampler_id)
         if sampler is None:
             raise NotFound(
                 f"sampling_session_id: there is no sampler {sampler_id!r}, or it was evicted, because only the last "
@@ -298,7 +322,8 @@ class Registry:
         """Frees the memory of all models and samplers of a session."""
         with self._lock:
             for model_id in session.models:
-                self._models[model_id].unload()
+                if (model := self._models.pop(model_id, None)) is not None:
+                    model.unload()
             for sampler_id in session.samplers:
                 self._samplers.pop(sampler_id, None)
                 self._clones.pop(sampler_id, None)

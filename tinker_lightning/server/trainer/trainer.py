@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning.server")
 
-# Seconds without a heartbeat after which a client is considered dead. Clients send one every ten seconds.
+# Seconds without a heartbeat or a request after which a client is considered dead. Clients send one every ten seconds.
 HEARTBEAT_TIMEOUT = 900.0
 # Seconds for which a running job may continue after its trainer was garbage-collected or the interpreter exits.
 _EXIT_GRACE = 3.0
@@ -127,10 +127,9 @@ class EmbeddedTrainer:
     def open_session(
         self, user_metadata: dict[str, Any] | None = None, display_name: str | None = None
     ) -> ClientSession:
-        """Creates a session, and finishes sessions whose clients have stopped sending heartbeats."""
+        """Creates a session, and finishes sessions whose clients send neither heartbeats nor requests any more."""
         for session in self._all.sessions():
-            beat = session.last_heartbeat
-            if not session.finished and beat is not None and time.monotonic() - beat > HEARTBEAT_TIMEOUT:
+            if not session.finished and time.monotonic() - session.last_seen > HEARTBEAT_TIMEOUT:
                 logger.warning("finishing %s: no heartbeat for %.0f min", session.session_id, HEARTBEAT_TIMEOUT / 60)
                 self._finish(session)
         return self.registry.open_session(user_metadata, display_name)
