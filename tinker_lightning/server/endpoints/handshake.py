@@ -28,6 +28,8 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_len": 1 << 20,
     "fwdbwd_max_chunk_bytes_count": MAX_JSON_BYTES // 2,
     "fwdbwd_dispatch_bytes_semaphore_size": 2 * MAX_BODY_BYTES,
+    # Under load, the Rust threads of the SDK's own transport can crash the interpreter; httpx's do not.
+    "use_pyqwest_transport": False,
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
