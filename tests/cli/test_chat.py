@@ -192,4 +192,4 @@ def test_a_folder_is_its_newest_checkpoint_file(
         (tmp_path / name).write_text("not a checkpoint")
         os.utime(tmp_path / name, (i, i))
     assert chat("Hi\n", str(tmp_path), monkeypatch) == 2
-    assert "new.ckpt is not a checkpoint file" in capfd.readouterr().err
+    assert "new.ckpt cannot be read as a checkpoint" in capfd.readouterr().err

@@ -52,6 +52,7 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "data_dir": Path("d"),
         "sampling_seed": None,
         "memory_limit": None,
+        "disk_limit": None,
         "token_budget": 512,
     }
     assert given == {**named, "allow_pickled_losses": False}

@@ -169,12 +169,12 @@ def _opened(file: Any) -> Iterator[IO[bytes]]:
         yield io.BytesIO(file.read())
         return
     fs, path = url_to_fs(str(file))
+    if not fs.exists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {file}")
     if isinstance(fs, LocalFileSystem):
         with Path(path).open("rb") as opened:
             yield opened
         return
-    if not fs.exists(path):
-        raise FileNotFoundError(f"Checkpoint file not found: {file}")
     yield io.BytesIO(fs.cat_file(path))
 
 
