@@ -141,6 +141,13 @@ class StepBar(ProgressBar):
         """The number of steps of the fit."""
         return super().total_train_batches if self.steps is None else self.steps.total
 
+    @override
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """Returns the metrics to show, without the version of the logger, which takes the place of one."""
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
     def draw(self, trainer: pl.Trainer, *, waits: bool = False) -> None:
         """Draws the steps; while the fit `waits`, only if that shows something new, and no file fills with it."""
         if self.steps is None:
