@@ -227,7 +227,7 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R5.3", "a list in place of a loader", bare_list),
     ("R5.3", "no model", no_model),
     ("R5.3", "a model in this process", lambda _: SFT(torch.nn.Linear(2, 2))),
-    ("R5.3", "a learning rate that is a string", lambda _: SFT("tiny", learning_rate="1e-4")),
+    ("R5.3", "a learning rate that is a string", lambda _: SFT("tiny", learning_rate="1e-4")),  # type: ignore[arg-type]
     ("R5.3", "a Trainer of pytorch_lightning", other_trainer),
     ("R5.3", "a score that reads a column that no row has", misread_column),
     ("R5.3", "a module that was closed", closed),

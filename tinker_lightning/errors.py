@@ -262,6 +262,39 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"Did you mean {similar[0]!r}?" if similar else ""
 
 
+_ALPHA = (
+    "The server fixes the alpha of LoRA: it is 32 on the embedded trainer, and other servers have their own. Leave it "
+    "out, and choose the learning_rate."
+)
+_DROPOUT = "The Tinker API has no dropout. Leave it out; weight_decay and fewer epochs also prevent overfitting."
+_WARMUP = "Pass it as warmup: below 1 it is a share of the steps, from 1 on their number."
+_SCHEDULE = "Pass schedule, one of constant, linear, cosine and wsd, and warmup; or override configure_optimizers."
+_SAMPLING = (
+    "Pass it within predict, for example predict={'max_tokens': 32}; rollouts are sampled with the options of their "
+    "loader."
+)
+# What to use in place of arguments that modules of other libraries have.
+_INSTEAD = {
+    "target_modules": "Choose the layers that get an adapter by train_mlp, train_attn and train_unembed.",
+    "lr": "Pass it as learning_rate.",
+    **dict.fromkeys(("alpha", "lora_alpha"), _ALPHA),
+    **dict.fromkeys(("dropout", "lora_dropout"), _DROPOUT),
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "Pass it as rank."),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _WARMUP),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _SCHEDULE),
+    **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k", "num_samples", "stop"), _SAMPLING),
+}
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Returns what to use in place of an unknown argument of a module, or the most similar of the valid names.
+
+    >>> suggestion("lr", ["learning_rate"])
+    'Pass it as learning_rate.'
+    """
+    return _INSTEAD.get(name) or did_you_mean(name, names)
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises `InvalidInput` if the value of an option is not one of its choices."""
     choices = list(choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import callbacks, cli, data, recipes
-from tinker_lightning.cli import stages
+from tinker_lightning.cli import stages, wording
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning.hyperparameters import PredictOptions
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{i}?", "completion": f"{i}."} for i in range(4)]
@@ -81,7 +83,7 @@ def test_a_model_is_trained_scored_and_sampled(folder: Path, capfd: pytest.Captu
     limit = "--trainer.limit_predict_batches=1"
     assert run("predict", config(), "--ckpt_path", str(file), limit, "--output", "new/answers.jsonl") == 0
     answers = [json.loads(line) for line in Path("new/answers.jsonl").read_text().splitlines()]
-    assert [sorted(answer) for answer in answers] == [["stop_reason", "text"]] * 2
+    assert [sorted(answer) for answer in answers] == [["completion", "prompt", "stop_reason", "text"]] * 2
     (used,) = folder.rglob("config.yaml")  # next to the log of the fit, and not where there is no logger
     assert yaml.safe_load(used.read_text())["trainer"]["max_steps"] == 2
     assert [each for each in folder.rglob("*") if each.is_file() and KEY.encode() in each.read_bytes()] == []
@@ -101,6 +103,50 @@ def test_a_class_in_the_working_directory_and_callbacks_by_name(
     printed = capfd.readouterr().out
     assert "factor 0.5" in printed
     assert "1?" in printed
+
+
+PAIRS = [{"prompt": f"{i}?", "chosen": f"{i}.", "rejected": "No."} for i in range(4)]
+ROLLOUTS = {"rewards": "tests.helpers.rollouts.code_points", "group_size": 2, "max_tokens": 4}
+RECIPES: dict[str, tuple[str, list[Any], dict[str, Any], dict[str, Any]]] = {
+    "SFT": ("ChatData", ROWS, {}, {}),
+    "DPO": ("PreferenceData", PAIRS, {}, {}),
+    "KTO": ("PreferenceData", [{**row, "label": i % 2 == 0} for i, row in enumerate(ROWS)], {}, {}),
+    "GRPO": ("RolloutData", ROWS, {}, ROLLOUTS),
+    "Distill": ("RolloutData", ROWS, {"teacher": "tiny"}, ROLLOUTS),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_has_a_schedule_and_sampling_options_in_a_file(
+    recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    kind, rows, settings, options = RECIPES[recipe]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    predict = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "num_samples": 2, "seed": 7, "stop": "b"}
+    own = config(recipe, learning_rate=1e-2, schedule="linear", warmup=0.5, predict=predict, **settings)
+    own["data"] = {"class_path": kind, "init_args": {"train": "own.jsonl", "batch_size": 2, **options}}
+    own["trainer"]["logger"] = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}
+    assert run("fit", own, "--trainer.max_steps=4", "--trainer.max_epochs=2") == 0
+    (file,) = Path("logs").rglob("metrics.csv")
+    metrics = csv.DictReader(file.read_text().splitlines())
+    rates = [row["learning_rate"] for row in metrics if row["learning_rate"]]
+    assert [float(rate) for rate in rates] == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
+    (saved,) = Path("logs").rglob("*.ckpt")
+    own["trainer"]["logger"] = False
+    own["data"] = {"class_path": "PromptData", "init_args": {"train": "own.jsonl"}}
+    assert run("predict", own, f"--ckpt_path={saved}", "--output=out.jsonl", "--num_samples=3") == 0
+    answers = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    for row, answer in zip(rows, answers, strict=True):
+        assert {name: answer[name] for name in row} == row
+        assert len(answer["samples"]) == 3
+        assert all(len(sample) <= 3 for sample in answer["samples"])
+
+
+def test_the_columns_of_a_row_that_a_prediction_would_hide_are_renamed(folder: Path) -> None:
+    Path("own.jsonl").write_text('{"text": "as it was", "id": 3}\n')
+    assert run("predict", config(), "--data.test=own.jsonl", "--output=out.jsonl") == 0
+    assert {"input_text": "as it was", "id": 3}.items() <= json.loads(Path("out.jsonl").read_text()).items()
 
 
 CONFIGURATIONS = {file.stem: file for file in sorted((ROOT / "examples" / "configs").glob("*.yaml"))}
@@ -165,6 +211,15 @@ MISTAKES = [
     ("trainer: {callbacks: [{class_path: EarlyStoping}]}", "Did you mean 'EarlyStopping'?"),
     ("data: {class_path: ChatDta}", "data: there is no class 'ChatDta'. Did you mean 'ChatData'?"),
     ("model: {class_path: none.Thing}", "No module named 'none'"),
+    ("model: {class_path: SFT, init_args: {lora_alpha: 16}}", "SFT has no option 'lora_alpha'. The server fixes the"),
+    ("model: {class_path: DPO, init_args: {target_modules: [q]}}", "by train_mlp, train_attn and train_unembed."),
+    ("model: {class_path: GRPO, init_args: {lr: 1.0}}", "GRPO has no option 'lr'. Set --model.learning_rate."),
+    ("model: {class_path: SFT, init_args: {top_k: 1}}", "has no option 'top_k'. Set it as --model.predict.max_tokens"),
+    (
+        "model: {class_path: SFT, init_args: {predict: {topk: 1}}}",
+        "there is no option 'topk'. Did you mean 'top_k'?",
+    ),
+    ("model: {class_path: SFT}\nlr_scheduler: {class_path: StepLR}", "no option 'lr_scheduler'. Set --model.schedule"),
     ("model: [", "--config is not valid YAML: while parsing a flow node"),
     ("seed_everything: 1", " is missing. Pass --"),
     ("model: {class_path: SFT}\ndata: {class_path: ChatData, init_args: {train: no.jsonl}}", "no file no.jsonl"),
@@ -176,13 +231,14 @@ MISTAKES = [
 
 
 # The names of classes and options, and YAML itself.
-EARLY = ("SFTT", "modle", "max_epoch:", "Stoping", "ChatDta", "model: [", "SFT, model: tiny")
-FOUND_EARLY = {content for content, _ in MISTAKES if any(word in content for word in EARLY)}
+EARLY = ("SFTT", "modle", "max_epoch:", "Stoping", "ChatDta", "model: [", "SFT, model: tiny", "lora_alpha")
+OF_OTHERS = ("target_modules", "{lr:", "{top_k:", "lr_scheduler")
+FOUND_EARLY = {content for content, _ in MISTAKES if any(word in content for word in (*EARLY, *OF_OTHERS))}
 
 
 # One of a class, of an option, of a value, of the trainer, of the YAML, and of what the stage itself finds.
 @pytest.mark.parametrize(
-    ("content", "message"), mostly_soak(MISTAKES, but=[MISTAKES[i] for i in (0, 1, 2, 5, 9, 11, 14)])
+    ("content", "message"), mostly_soak(MISTAKES, but=[MISTAKES[i] for i in (0, 1, 2, 5, 9, 14, 15, 17, 20)])
 )
 def test_a_mistake_in_a_file_is_one_message(
     content: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -199,7 +255,7 @@ def test_a_mistake_in_a_file_is_one_message(
     if content in FOUND_EARLY:
         with pytest.raises(InvalidInput) as raised:
             stages.check_names("fit", ["--config", "run.yaml", *quiet])
-        assert line == f"tinker-lightning: {raised.value}"
+        assert line == f"tinker-lightning: {wording.reword(str(raised.value), wording.STAGES)}"
     else:
         stages.check_names("fit", ["--config", "run.yaml", *quiet])
 
@@ -271,6 +327,12 @@ def test_an_unknown_metric_to_monitor_is_one_message(folder: Path, capsys: pytes
     assert "could not find the monitored key" in capsys.readouterr().err
 
 
+def test_options_of_sampling_are_for_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in PredictOptions.__annotations__:
+        assert cli.main(["fit", "--config", "run.yaml", f"--{name}=1"]) == 2
+        assert f"--{name} is for the samples of predict" in capsys.readouterr().err
+
+
 def test_an_output_of_other_stages_than_predict_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     for option in (["--output", "model"], ["--output=model"]):
         assert cli.main(["fit", "--config", "run.yaml", *option]) == 2
@@ -328,7 +390,7 @@ def test_each_option_of_a_recipe_is_described(folder: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         run("fit", config(), "--model.help", "SFT")
     printed = " ".join(capsys.readouterr().out.split())
-    for words in ("The LoRA rank.", "The learning rate of the default optimizer.", "The URL of the server"):
+    for words in ("The LoRA rank.", "The learning rate of the default optimizer", "The URL of the server"):
         assert words in printed
     assert run("fit", config(), "--model.help", "STF") == 2
     assert "tinker-lightning: model: there is no class 'STF'. Did you mean 'SFT'?\n" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ModelSummary, RichProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins import AsyncCheckpointIO
@@ -136,7 +136,7 @@ def found() -> set[str]:
             results = _compat.TRAIN_RESULTS.get(trainer)
             logged = next(iter(results.values()))
             objects: list[Any] = [trainer, pl_module, ModelCheckpoint(), ModelSummary(), WandbLogger(), MeanMetric()]
-            objects += [results, logged, RichProgressBar(), AsyncCheckpointIO()]
+            objects += [results, logged, RichProgressBar(), AsyncCheckpointIO(), LearningRateFinder()]
             own = {"launchers": launchers, "plugin_wrappers": plugin_wrappers, "Closure": Closure}
             own["callback_connector"] = callback_connector
             owners = {kind.__name__: each for each in objects for kind in type(each).__mro__} | own

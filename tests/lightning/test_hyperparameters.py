@@ -1,7 +1,8 @@
-"""Arguments of a module in its checkpoint files."""
+"""Arguments of a module: unknown ones, and all of them in its checkpoint files."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.helpers.trainers import SMALL, loader, quiet
 from tinker_lightning import RemoteModule
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.hyperparameters import Secret
 from tinker_lightning.recipes import Distill
 
@@ -127,3 +129,45 @@ def test_a_dict_among_the_arguments_is_kept_or_left_out_as_a_whole() -> None:
     module = Takes("tiny", {"rank": print}, {"n": 1}, rank=4, seed=3)
     assert (module.hparams["rank"], module.hparams["seed"], module.hparams["plain"]) == (4, 3, {"n": 1})
     assert "options" not in module.hparams
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "lora_alpha",
+            "RemoteModule has no argument 'lora_alpha'. The server fixes the alpha of LoRA: it is 32 on the",
+        ),
+        ("target_modules", "Choose the layers that get an adapter by train_mlp, train_attn and train_unembed."),
+        ("dropout", "The Tinker API has no dropout."),
+        ("lr", "Pass it as learning_rate."),
+        ("temperature", "Pass it within predict, for example predict={'max_tokens': 32}"),
+        ("rnak", "Did you mean 'rank'?"),
+        ("colour", "The docstring of RemoteModule.__init__ lists those of all modules."),
+    ],
+)
+def test_an_unknown_argument_raises_with_what_to_use(name: str, message: str) -> None:
+    unknown: Any = {name: 1}
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        RemoteModule("tiny", **unknown)
+
+
+def test_an_argument_of_a_subclass_may_have_any_name() -> None:
+    class Own(RemoteModule):
+        def __init__(self, lr: float, **settings: Any) -> None:
+            super().__init__(learning_rate=lr, **settings)
+
+    assert Own(1e-3).learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_token": 3}, "predict has no option 'max_token'. Did you mean 'max_tokens'?"),
+        ({"num_samples": 0}, "predict: num_samples must be at least 1, got 0"),
+        ({"top_p": 2.0}, "top_p must lie in (0, 1], got 2.0"),
+    ],
+)
+def test_wrong_options_of_predict_raise(options: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        RemoteModule("tiny", predict=options)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import re
@@ -13,7 +15,7 @@ import textwrap
 import warnings
 from datetime import timedelta  # noqa: TC003 read by jsonargparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -27,7 +29,9 @@ import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
 from tinker_lightning import callbacks
 from tinker_lightning.cli import wording
+from tinker_lightning.data.sources import columns_of
 from tinker_lightning.errors import TinkerLightningError, did_you_mean
+from tinker_lightning.lightning.hyperparameters import PredictOptions
 from tinker_lightning.lightning.module import RemoteModule
 
 if TYPE_CHECKING:
@@ -82,7 +86,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class PredictionWriter(pl.Callback):
-    """Writes predictions as JSON Lines: to a file, or to the terminal after the progress bar."""
+    """Writes predictions with their rows as JSON Lines: to a file, or to the terminal after the progress bar."""
 
     def __init__(self, file: str | None) -> None:
         self._file = file
@@ -96,15 +100,19 @@ class PredictionWriter(pl.Callback):
             Path(self._file).parent.mkdir(parents=True, exist_ok=True)
 
     @override
-    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
-        """Keeps the text of each prediction."""
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        """Keeps the text of each prediction, and the columns of its row."""
         del trainer, pl_module, args
-        for output in outputs if isinstance(outputs, list) else [outputs]:
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        is_aligned = isinstance(batch, list | tuple) and len(batch) == len(outputs)
+        for output, item in zip(outputs, batch if is_aligned else itertools.repeat(None), strict=is_aligned):
             row = output
             if isinstance(output, dict) and "tokens" in output:
                 row = {name: output[name] for name in ("text", "stop_reason") if name in output}
                 if "samples" in output:
                     row["samples"] = [sample.get("text", sample["tokens"]) for sample in output["samples"]]
+                columns = columns_of(item).items()
+                row = {f"input_{name}" if name in row else name: value for name, value in columns} | row
             self._lines.append(json.dumps(row, default=str, ensure_ascii=False))
 
     @override
@@ -125,6 +133,8 @@ class _CommandLine(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--output", type=str | None, help="predict: the file for the predictions")
+        for name, kind in _PREDICT.items():
+            parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=f"--model.predict.{name}")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -145,6 +155,9 @@ class _CommandLine(LightningCLI):
     def instantiate_classes(self) -> None:
         super().instantiate_classes()
         if isinstance(self.model, RemoteModule):
+            options = self.config[self.subcommand]
+            if self.subcommand == "predict":
+                self.model.set_predict_options({name: options[name] for name in _PREDICT if name in options})
             self._stack.enter_context(self.model)  # ends its session with the command
 
 
@@ -204,6 +217,7 @@ _NO_CALL = re.compile(r"Invalid subclass spec given as value for type Any: (.*)"
 _IN_CLASS = re.compile(r"^( *)- Problem with given class_path '[\w.]+':\n( +Parser key .*?)(?=\n\1- |\Z)", re.S | re.M)
 _BASES = {"model": pl.LightningModule, "data": pl.LightningDataModule, "callbacks": pl.Callback, "logger": Logger}
 _BASE_NAMES = {base.__name__ for base in _BASES.values()}
+_PREDICT = get_type_hints(PredictOptions)
 
 
 def explain(text: str) -> str:
@@ -237,6 +251,8 @@ def explain(text: str) -> str:
         return f"{where}{wording.NO_CLASS}"
     if match:
         return where + wording.no_option_of(match[1], match[2], _options(match[1]), key)
+    if match := re.search(r"Unexpected keys: \{'(\w+)'", text) if key.endswith("predict") else None:
+        return f"{where}there is no option {match[1]!r}. {did_you_mean(match[1], _PREDICT)}".rstrip()
     if match := _NO_ARGUMENT.search(text):
         near = did_you_mean(match[1], inspect.signature(_imported(match[2])).parameters)
         return f"{where}{_short(match[2])} has no argument {match[1]!r}. {near}".rstrip()

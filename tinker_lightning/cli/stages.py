@@ -41,6 +41,8 @@ options, in the YAML file or as arguments, which take precedence:
   --trainer.callbacks+ NAME
                         add a callback, for example ModelCheckpoint, or the import path of one
   --output FILE         predict: write the answers to a file
+  --max_tokens N, --temperature T, --top_p P, --top_k K, --num_samples N, --seed N, --stop TEXT
+                        predict: how to sample; also in the YAML file, as options of its model's predict
   --ckpt_path FILE      start from a checkpoint file: fit resumes, the others load its weights
   --seed_everything N   the seed of the run
   --print_config        print all options with their values as YAML, and exit
@@ -69,10 +71,16 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs a stage with `LightningCLI`; returns the exit code."""
-    if options.stage != "predict" and any(each.partition("=")[0] == "--output" for each in options.rest):
+    names = [each.partition("=")[0] for each in options.rest]
+    if options.stage != "predict" and "--output" in names:
         raise InvalidInput(
             f"--output is for the answers of predict, and {options.stage} writes none. Set where logs and checkpoints "
             "go with --trainer.default_root_dir FOLDER."
+        )
+    if options.stage != "predict" and (used := [name for name in names if name.removeprefix("--") in wording.SAMPLING]):
+        raise InvalidInput(
+            f"{used[0]} is for the samples of predict. RolloutData has the options of rollouts, for example "
+            "--data.max_tokens, and --seed_everything is the seed of a run."
         )
     if (folder := os.getcwd()) not in sys.path:  # classes and rewards of the user, as with `python -m`
         sys.path.append(folder)
@@ -255,7 +263,8 @@ def _parameters(name: str, method: str = "__init__") -> frozenset[str] | None:
     cls = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == name)
     methods = [node.args for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == method]
     own = {each.arg for arguments in methods for each in (*arguments.args[1:], *arguments.kwonlyargs)}
-    if methods and not any(arguments.kwarg for arguments in methods):
+    rest = [arguments.kwarg.annotation for arguments in methods if arguments.kwarg]
+    if methods and all(isinstance(each, ast.Name) and each.id == "Never" for each in rest):
         return frozenset(own)
     bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in cls.bases]
     inherited = [_parameters(base, method) for base in bases]

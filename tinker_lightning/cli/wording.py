@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import did_you_mean
+from tinker_lightning.errors import did_you_mean, suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,6 +37,8 @@ STAGES: Mapping[str, str] = {
     r"Use gradient_clip_algorithm='norm'": "Use --trainer.gradient_clip_algorithm norm",
     r"set overwrite=True to": "set the option overwrite of ExportAdapter to true to",
     r"and overwrite=True would": "and its option overwrite would",
+    r"Pass it as (\w+)": r"Set --model.\1",
+    r"Pass it within predict, for example predict=\{'max_tokens': 32\}": "Set it as --model.predict.max_tokens",
     r"for example SFT\('tiny'\)": "for example --model.model tiny",
     r"pass (\w+)=\.\.\. to \w+(?:Data|Loader)\b": r"pass --data.\1",
     r"Pass truncate='left' or 'right' to cut it": "Set --data.truncate to left or right to cut it",
@@ -56,8 +58,18 @@ def reword(text: str, advice: Mapping[str, str]) -> str:
     return text
 
 
-SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output")
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "num_samples", "seed", "stop")
+"""The options of predict."""
+
+SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output", *SAMPLING)
 """The keys of a file that the help describes."""
+
+_OVERRIDE = "or override configure_optimizers in a class of your own"
+# Sections that other programs on LightningCLI have.
+_SET_BY_MODEL = {
+    "lr_scheduler": f"Set --model.schedule linear, cosine or wsd, and --model.warmup, {_OVERRIDE}.",
+    "optimizer": f"Set --model.optimizer, --model.learning_rate, --model.betas and others, {_OVERRIDE}.",
+}
 
 NO_CLASS = "expected class_path, a name, and init_args, the options of that class, and no other keys"
 """The message for a mapping that does not name a class."""
@@ -71,12 +83,14 @@ def not_yaml(reason: str) -> str:
 
 def no_option(name: str, names: Iterable[str]) -> str:
     """Returns the message for an unknown option of the file or the command line."""
-    return f"there is no option {name!r}. {did_you_mean(name, names) or '--help lists the options.'}"
+    hint = _SET_BY_MODEL.get(name) or did_you_mean(name, names) or "--help lists the options."
+    return f"there is no option {name!r}. {hint}"
 
 
 def no_option_of(class_path: str, name: str, names: Iterable[str], key: str) -> str:
     """Returns the message for an unknown option of a class."""
-    hint = did_you_mean(name, names) or f"--{key}.help {class_path} lists its options."
+    hint = (suggestion if key == "model" else did_you_mean)(name, names)
+    hint = hint or f"--{key}.help {class_path} lists its options."
     return f"{class_path.rpartition('.')[2]} has no option {name!r}. {hint}"
 
 

@@ -29,6 +29,7 @@ from tinker_lightning.data.sources import (
     check_source,
     count_tokens,
     iterate_rows,
+    keep_row,
     source_name,
 )
 from tinker_lightning.errors import InvalidDatum, InvalidInput, check_choice
@@ -274,9 +275,7 @@ class RowData(pl.LightningDataModule):
         )
 
     def _prompt(self, row: Any, rows: RowFormat) -> Any:
-        item = self.convert(row, rows)
-        item = item[0] if isinstance(item, tuple) else item
-        return rows.datum(item) if isinstance(item, Datum) else item  # of a `convert` that does not use `rows`
+        return keep_row(self.convert(row, rows), row, rows)
 
     def _log(self, part: Part) -> None:
         if (counts := self._counts.get(part)) is not None:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from tinker_lightning.errors import InvalidDatum, InvalidInput, TooLong
 from tinker_lightning.remote.calls import tokens_of
 from tinker_lightning.rows.columns import FORMATS
-from tinker_lightning.rows.formats import is_chat
+from tinker_lightning.rows.formats import RowFormat, is_chat
 from tinker_lightning.types import Datum, ModelInput
 from tinker_lightning.types.chat import parse_json
 
@@ -210,6 +210,37 @@ class Converter:
             return None
         self.counts.add_item(item)
         return item
+
+
+class RowPrompt(ModelInput):
+    """A prompt that keeps the row of the dataset that it was made from, for what is written next to a prediction."""
+
+    __slots__ = ("row",)
+
+    def __init__(self, prompt: ModelInput, row: Any) -> None:
+        super().__init__(prompt.chunks)
+        self.row = row
+
+
+def keep_row(item: Any, row: Any, rows: RowFormat) -> Any:
+    """Returns a prompt, or a dict with a `prompt`, that keeps its row; of a pair the first one's."""
+    item = item[0] if isinstance(item, tuple) else item
+    if isinstance(item, Datum):  # of a conversion that does not use `rows`
+        item = rows.datum(item)
+    if isinstance(item, ModelInput):
+        return RowPrompt(item, row)
+    if isinstance(item, Mapping) and isinstance(item.get("prompt"), ModelInput):
+        return {**item, "prompt": RowPrompt(item["prompt"], row)}
+    return item
+
+
+def columns_of(item: Any) -> Mapping[str, Any]:
+    """Returns the columns of the row that an item of a batch of prompts was made from; none if it has no row."""
+    prompt = item.get("prompt") if isinstance(item, Mapping) else item
+    row = getattr(prompt, "row", item)
+    if isinstance(row, Mapping):
+        return {str(name): value for name, value in row.items()}
+    return {"prompt": row} if isinstance(row, str) or is_chat(row) else {}
 
 
 class ConvertedRows(Dataset[Any]):

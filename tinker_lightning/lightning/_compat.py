@@ -93,6 +93,7 @@ VAL_SOURCE = Private("Trainer", "fit_loop.epoch_loop.val_loop._data_source.insta
 VALIDATE_SOURCE = Private("Trainer", "validate_loop._data_source.instance")
 TEST_SOURCE = Private("Trainer", "test_loop._data_source.instance")
 PREDICT_SOURCE = Private("Trainer", "predict_loop._data_source.instance")
+TRAIN_LOADER = Private("Trainer", "fit_loop._combined_loader")
 DATA_FETCHER = Private("Trainer", "fit_loop._data_fetcher")
 FIT_RESTARTING = Private("Trainer", "fit_loop._restarting")
 FIT_RESTART_STAGE = Private("Trainer", "fit_loop._restart_stage")
@@ -118,6 +119,8 @@ HPARAMS = Private("LightningModule", "_hparams")
 HPARAMS_INITIAL = Private("LightningModule", "_hparams_initial")
 
 WANDB_INIT = Private("WandbLogger", "_wandb_init")
+ENDS_AFTER_SEARCH = Private("LearningRateFinder", "_early_exit")
+SETS_RATE = Private("LearningRateFinder", "_update_attr")
 SUMMARY_DEPTH = Private("ModelSummary", "_max_depth")
 
 EVERY_N_TRAIN_STEPS = Private("ModelCheckpoint", "_every_n_train_steps")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.spike import SpikeDetection
@@ -102,6 +104,34 @@ def check_steps(optimizers: Iterable[Optimizer]) -> None:
                 "Return RemoteAdamW(self.parameters()) from configure_optimizers, which also trains local parameters; "
                 f"in manual optimization, {type(optimizer).__name__} can train the local ones alone."
             )
+
+
+def count_steps(module: RemoteModule) -> float:
+    """Returns the number of optimizer steps of a fit, for the module's schedule; infinite if it need not be known.
+
+    Raises:
+        InvalidInput: If the schedule depends on the number, which is not known, or would not be followed.
+    """
+    given = f"schedule={module.schedule!r}, warmup={module.warmup}"
+    if not module.automatic_optimization:
+        raise InvalidInput(
+            f"{given}: with manual optimization, nothing steps the schedule. Override configure_optimizers, and step "
+            "its scheduler in training_step."
+        )
+    steps = module.trainer.estimated_stepping_batches if module.has_trainer else math.inf
+    steps = math.inf if steps == -1 else steps
+    if not math.isfinite(steps) and (module.schedule != "constant" or 0 < module.warmup < 1):
+        raise InvalidInput(
+            f"{given} needs the number of steps, which is unknown, because the training data has no length or the fit "
+            "no end. Set max_steps of the Trainer, or a constant schedule with the warmup as a number of steps."
+        )
+    if steps <= module.warmup and module.warmup >= 1 and not _compat.FAST_DEV_RUN.get(module.trainer):
+        warnings.warn(
+            f"{given}: the fit has {steps} steps, and ends before the learning rate has reached "
+            f"{module.learning_rate}. Set a lower warmup, for example 0.1, a share of the steps.",
+            stacklevel=2,
+        )
+    return steps
 
 
 def clipping_optimizer(optimizer: Any, algorithm: str | None) -> RemoteOptimizer:
@@ -209,6 +239,17 @@ def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
             raise InvalidInput(
                 f"{type(callback).__name__} needs the loss immediately, but this loss runs on the server and arrives "
                 "later. Set route = 'two-pass', or leave the callback out."
+            )
+        if (
+            isinstance(callback, LearningRateFinder)
+            and (module.schedule != "constant" or module.warmup)
+            and _compat.SETS_RATE.get(callback)
+            and not _compat.ENDS_AFTER_SEARCH.get(callback)
+        ):
+            raise InvalidInput(
+                f"LearningRateFinder would set a learning rate that schedule={module.schedule!r}, "
+                f"warmup={module.warmup} undoes at the next step. Search first: Tuner(trainer).lr_find(module, data); "
+                "then fit without the callback."
             )
         if isinstance(callback, BaseFinetuning | ModelPruning) and is_all_remote:
             raise InvalidInput(

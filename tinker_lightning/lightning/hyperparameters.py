@@ -1,4 +1,4 @@
-"""Constructor arguments of a module as they are written to files: plain data without API keys."""
+"""Constructor arguments of a module: their types, advice about unknown ones, and plain data of them for files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from tinker_lightning.errors import InvalidInput, did_you_mean, suggestion
+from tinker_lightning.remote.optimizers import Schedule  # noqa: TC001 read by jsonargparse
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
+    from typing import Unpack as Unpack
 
     import lightning.pytorch as pl
+else:
+
+    class Unpack:
+        """Hides `Unpack` from jsonargparse, which then finds the arguments of `RemoteModule` with their defaults."""
+
+        def __class_getitem__(cls, _: Any) -> Any:
+            return Any
 
 
 class Secret(str):
@@ -28,6 +39,66 @@ with contextlib.suppress(ImportError):  # the extra "cli"
 
     # A configuration without the key can be reused: the key is then read from the environment.
     register_type(Secret, serializer=lambda _: None, deserializer=Secret)
+
+
+class PredictOptions(TypedDict, total=False):
+    """Options of `RemoteModule.predict_step`.
+
+    Args:
+        max_tokens: The maximum number of tokens of a sample; None for the rest of the context.
+        temperature: The softmax temperature; 0 is greedy.
+        top_p: Restricts sampling to the most likely tokens whose probabilities add up to this value.
+        top_k: Restricts sampling to the k most likely tokens; -1 for all.
+        num_samples: The number of samples of each prompt.
+        seed: Makes samples reproducible for a given prompt and weights.
+        stop: Strings or token ids that end a sample.
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    num_samples: int
+    seed: int | None
+    stop: str | list[str] | list[int] | None
+
+
+class ModelSettings(TypedDict, total=False):
+    """The arguments of `RemoteModule` that every recipe takes; see `RemoteModule.__init__`."""
+
+    rank: int
+    learning_rate: float
+    schedule: Schedule
+    warmup: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    optimizer: Literal["adamw", "dimuon"]
+    seed: int | None
+    train_mlp: bool
+    train_attn: bool
+    train_unembed: bool
+    max_steps_in_flight: int
+    predict: PredictOptions | None
+    base_url: str | None
+    api_key: Secret | str | None
+
+
+def check_unknown(module: Any, unknown: Mapping[str, Any]) -> None:
+    """Raises `InvalidInput` for arguments that a module does not have."""
+    for name in unknown:
+        known = {each for cls in type(module).__mro__ for each in inspect.signature(cls).parameters}
+        fix = suggestion(name, known) or "The docstring of RemoteModule.__init__ lists those of all modules."
+        raise InvalidInput(f"{type(module).__name__} has no argument {name!r}. {fix}")
+
+
+def check_keys(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidInput` for a key that `PredictOptions` does not have."""
+    names = list(PredictOptions.__annotations__)
+    for name in options:
+        if name not in names:
+            fix = did_you_mean(str(name), names) or f"The options are {', '.join(names)}."
+            raise InvalidInput(f"predict has no option {name!r}. {fix}")
 
 
 def is_secret(name: object, value: object) -> bool:

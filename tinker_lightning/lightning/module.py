@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,28 +14,28 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from tinker_lightning.client.files.peft_folder import export_adapter
-from tinker_lightning.errors import InvalidInput, InvalidLoss
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, deferred_metrics, hooks, hyperparameters, routes
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.format import read_window
 from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, LoggingModule, combined
 from tinker_lightning.lightning.evaluation import Evaluation
-from tinker_lightning.lightning.hyperparameters import Secret
+from tinker_lightning.lightning.hyperparameters import PredictOptions, Secret
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.reduction import target_weights, total_weight
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
-from tinker_lightning.remote import group
 from tinker_lightning.remote.lm import RemoteHandle
-from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon
+from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon, Schedule, check_schedule, scheduled
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
-from tinker_lightning.types import AdamParams, SamplingParams
+from tinker_lightning.types import AdamParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from os import PathLike
     from pathlib import Path
+    from typing import Never
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -74,9 +73,6 @@ class RemoteModule(LoggingModule):
     grad_norms: bool = True
     """Whether to log the gradient norm of each regularizer; costs a backward through the term, not the model."""
 
-    num_samples: int = 1
-    """The number of continuations that `predict_step` samples of each prompt."""
-
     regularizer_timeout: float | None = None
     """The number of seconds that regularizers that are async or run on other threads may take."""
 
@@ -92,6 +88,8 @@ class RemoteModule(LoggingModule):
         *,
         rank: int = 32,
         learning_rate: float = 1e-4,
+        schedule: Schedule = "constant",
+        warmup: float = 0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-12,
         weight_decay: float = 0.0,
@@ -101,15 +99,20 @@ class RemoteModule(LoggingModule):
         train_attn: bool = True,
         train_unembed: bool = True,
         max_steps_in_flight: int = 8,
+        predict: PredictOptions | None = None,
         base_url: str | None = None,
         api_key: Secret | str | None = None,
+        **unknown: Never,
     ) -> None:
         """Sets up a model, which is created on the server at its first use.
 
         Args:
             model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
             rank: The LoRA rank.
-            learning_rate: The learning rate of the default optimizer.
+            learning_rate: The learning rate of the default optimizer; with a schedule, its highest one.
+            schedule: How the learning rate falls to 0 until the end of a fit: not at all, in a line, in a half cosine,
+                or in a line over the last fifth of the steps (`wsd`).
+            warmup: The steps in which the learning rate rises; below 1 a share of all steps, from 1 on their number.
             betas: The betas of the default optimizer.
             eps: The epsilon of the default optimizer.
             weight_decay: The weight decay of the default optimizer.
@@ -119,9 +122,14 @@ class RemoteModule(LoggingModule):
             train_attn: Whether the attention layers get an adapter.
             train_unembed: Whether the output matrix gets an adapter.
             max_steps_in_flight: The maximum number of steps in flight if the loss runs on the server.
+            predict: How `predict` samples: `max_tokens` (default: 64), `temperature`, `top_p`, `top_k`, `num_samples`,
+                `seed` and `stop`.
             base_url: The URL of the server; see `connect`.
             api_key: The API key of the server.
+            **unknown: Raises `InvalidInput`, with advice for names that other libraries have.
         """
+        hyperparameters.check_unknown(self, unknown)
+        check_schedule(schedule, warmup)
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
         AdamParams(learning_rate, *betas, eps, weight_decay)  # raises if one of them is invalid
@@ -138,6 +146,9 @@ class RemoteModule(LoggingModule):
         self.save_hyperparameters()
         self._fixed_arguments = hyperparameters.fixed_arguments(self)
         self.learning_rate = learning_rate  # set by Lightning's LearningRateFinder
+        self.schedule = schedule
+        self.warmup = warmup
+        self.set_predict_options(predict or {})
         self._optimizer = optimizer
         self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
@@ -187,16 +198,18 @@ class RemoteModule(LoggingModule):
         del batch
         return {}
 
-    def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters of `predict_step`. Override it to change them."""
-        return SamplingParams(max_tokens=64)
-
     @override
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer of the constructor with its settings. Override it to add a scheduler."""
+        """Returns the optimizer of the constructor, with the schedule if there is one. Override it for another one."""
+        optimizer: Optimizer
         if self._optimizer == "dimuon":
-            return RemoteDiMuon(self.parameters(), lr=self.learning_rate, beta1=self._adam["betas"][0])
-        return RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
+            optimizer = RemoteDiMuon(self.parameters(), lr=self.learning_rate, beta1=self._adam["betas"][0])
+        else:
+            optimizer = RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
+        if self.schedule == "constant" and not self.warmup:
+            return optimizer
+        scheduler = scheduled(optimizer, self.schedule, self.warmup, checks.count_steps(self))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # Steps.
 
@@ -242,15 +255,6 @@ class RemoteModule(LoggingModule):
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Logs `test_loss`, the module's loss with its metrics, and `test_nll` and `test_perplexity` by token."""
         self._evaluation.step("test", batch, batch_idx, dataloader_idx)
-
-    @override
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
-        """Samples a continuation of each prompt (text, chat, dict, datum, input or tokens) from the current weights.
-
-        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`. If `num_samples` is above 1, it
-        describes the first sample, and has a list of all of them under `samples`.
-        """
-        return self._prompt_sampler.sample(batch, self.sampling_params(), self.num_samples)
 
     @override
     def clip_gradients(
@@ -315,16 +319,6 @@ class RemoteModule(LoggingModule):
         added = None if added is None else added * tokens  # it is scaled with the loss, but not divided
         loss = self.lm.server_loss(data, route.loss, route.config, inputs=inputs, added=added, about=about)
         return loss / tokens
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Drops the accumulation window if a loss inside the `with` block is rejected."""
-        try:
-            yield
-        except InvalidLoss:
-            for remote in group.remotes_of(self):
-                remote.drop()
-            raise
 
     # The trainer.
 

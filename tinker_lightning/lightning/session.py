@@ -7,6 +7,7 @@ import io
 import os
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
@@ -15,23 +16,24 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from tinker_lightning.client import connect, models
-from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
-from tinker_lightning.lightning import _compat
+from tinker_lightning.errors import ClientClosed, InvalidInput, InvalidLoss, NotFound, TinkerLightningError
+from tinker_lightning.lightning import _compat, hyperparameters
 from tinker_lightning.lightning.checkpoint import files
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import tokens_of
 from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.rows.batches import except_datums, prompts_of
 from tinker_lightning.rows.formats import RowFormat
+from tinker_lightning.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.remote.saved_state import SavedState
     from tinker_lightning.remote.window import RemoteModel
-    from tinker_lightning.types import SamplingParams, WeightsInfoResponse
+    from tinker_lightning.types import WeightsInfoResponse
 
 # Lightning's `classmethod` that raises if it is called on an instance, whose weights it would not change.
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ class SessionModule(pl.LightningModule):
         api_key: The API key of the server.
     """
 
+    num_samples: int = 1
+    """The number of continuations that `predict_step` samples of each prompt."""
+
     def __init__(self, model: Any, adapter: dict[str, Any], base_url: str | None, api_key: str | None) -> None:
         super().__init__()
         self._session = Session(model, adapter, base_url, api_key)
@@ -61,6 +66,7 @@ class SessionModule(pl.LightningModule):
         self._session.remote.load_state = self._session.load
         self._tokenizer: Any = None
         self._prompt_sampler = PromptSampler(self.lm, lambda: RowFormat(self.tokenizer))
+        self._sampling_params = SamplingParams(max_tokens=64)
 
     @property
     def has_trainer(self) -> bool:
@@ -79,6 +85,29 @@ class SessionModule(pl.LightningModule):
     def checkpoint_file(self) -> object:
         """The name of the file that the trainer loads, for errors."""
         return (self.trainer.ckpt_path if self.has_trainer else None) or "the checkpoint"
+
+    def set_predict_options(self, options: Mapping[str, Any]) -> None:
+        """Changes how `predict_step` samples; see `PredictOptions`. What a subclass overrides stays."""
+        hyperparameters.check_keys(options)
+        params = dict(options)
+        num_samples = params.pop("num_samples", self.num_samples)
+        if num_samples < 1:
+            raise InvalidInput(f"predict: num_samples must be at least 1, got {num_samples}")
+        self.num_samples = num_samples
+        self._sampling_params = replace(self._sampling_params, **params)
+
+    def sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters of `predict_step`. Override it to compute them."""
+        return self._sampling_params
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[dict[str, Any]]:
+        """Samples a continuation of each prompt (text, chat, dict, datum, input or tokens) from the current weights.
+
+        Returns one dict per prompt with `tokens`, `logprobs`, `stop_reason` and `text`. If `num_samples` is above 1, it
+        describes the first sample, and has a list of all of them under `samples`.
+        """
+        return self._prompt_sampler.sample(batch, self.sampling_params(), self.num_samples)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -135,6 +164,16 @@ class SessionModule(pl.LightningModule):
         torch.save(content, copy)
         copy.seek(0)
         return load(copy, map_location, hparams_file, strict, **kwargs)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drops the accumulation window if a loss inside the `with` block is rejected."""
+        try:
+            yield
+        except InvalidLoss:
+            for remote in group.remotes_of(self):
+                remote.drop()
+            raise
 
     def delete_state(self, path: str) -> None:
         """Deletes a saved state on the server, if it exists."""

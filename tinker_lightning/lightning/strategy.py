@@ -18,7 +18,6 @@ from typing_extensions import override
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning import _compat, checks, wandb_runs
 from tinker_lightning.lightning.checkpoint import contents, files, loop_position
-from tinker_lightning.lightning.checkpoint.contents import BatchSnapshot
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
     IsolatedRngLoader,
@@ -87,7 +86,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._ahead = LookAhead()
         self._resume: loop_position.Resume | None = None
         self._depth = 0  # 1 during training, 2 if a callback searches for a learning rate meanwhile
-        self._snapshot: BatchSnapshot | None = None
+        self._snapshot: contents.BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(
             lambda state: group.delete_state(self._module, state),
@@ -130,8 +129,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         """Creates the optimizers; raises `InvalidInput` for one that cannot train a remote model."""
         super().setup_optimizers(trainer)
         checks.check_steps(self.optimizers)
-
-    # Data.
+        if self._resume is not None:  # a scheduler may have asked for loaders, before the file's states reach them
+            _compat.TRAIN_LOADER.set(trainer, None)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -187,7 +186,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if not isinstance(module, RemoteModule):
             return super().training_step(*args, **kwargs)
         trainer = module.trainer
-        self._snapshot = BatchSnapshot.capture(trainer, module)
+        self._snapshot = contents.BatchSnapshot.capture(trainer, module)
         if not self.look_ahead or not args:
             return super().training_step(*args, **kwargs)
         with self._ahead.step(trainer, module, args[0]):

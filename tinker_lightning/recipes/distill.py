@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client import ServiceClient
+    from tinker_lightning.lightning.hyperparameters import ModelSettings, Unpack
     from tinker_lightning.lightning.routes import Route
-    from tinker_lightning.recipes.group_loss import TrainedGroup
+    from tinker_lightning.recipes.group_loss import Normalize, TrainedGroup
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
@@ -64,7 +65,8 @@ class Distill(RolloutModule):
             of the other answers to its prompt, which reduces the variance of the gradient; a group of one has none.
             The gradient's expectation stays the same with `normalize="sum"`; otherwise it is divided by a number of
             tokens, which depends on the answer itself. None for no baseline, as in tinker-cookbook.
-        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+        normalize: What the loss of a group is divided by, on-policy; see `GRPO`.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `schedule`, `predict` and others.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class Distill(RolloutModule):
         loss_config: Mapping[str, float | str] | None = None,
         kl_coefficient: float = 1.0,
         baseline: Literal["leave_one_out"] | None = "leave_one_out",
-        **settings: Any,
+        normalize: Normalize = "token",
+        **settings: Unpack[ModelSettings],
     ) -> None:
         if top_k is not None and top_k < 1:
             raise InvalidInput(f"top_k must be at least 1, or None for on-policy distillation, got {top_k}")
@@ -88,7 +91,8 @@ class Distill(RolloutModule):
         if baseline not in ("leave_one_out", None):
             raise InvalidInput(f"baseline must be 'leave_one_out' or None, got {baseline!r}")
         default = "importance_sampling" if top_k is None else "cross_entropy"
-        super().__init__(model, loss=default if loss is None else loss, loss_config=loss_config, **settings)
+        loss = default if loss is None else loss
+        super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
         if top_k is not None:
             self.reduction = "mean"  # type: ignore[assignment]  # "sum" is for rollouts
         self.top_k = top_k

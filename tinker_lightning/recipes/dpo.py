@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from tinker_lightning.lightning.hyperparameters import ModelSettings, Unpack
     from tinker_lightning.types import Datum
 
 LOSSES: dict[str, Callable[..., Any]] = {
@@ -60,7 +61,7 @@ class DPO(RemoteModule):
             Not for ORPO.
         reference: `base` for the base model, or the `tinker://` path of saved sampler weights.
         reference_cache: A file that keeps the reference log-probabilities by content, for other runs on the same data.
-        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `schedule`, `predict` and others.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DPO(RemoteModule):
         length_normalized: bool | None = None,
         reference: str = "base",
         reference_cache: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(model, **settings)
         check_choice("loss_type", loss_type, LOSSES)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from tinker_lightning.errors import InvalidInput, OperationFailed, check_choice
 from tinker_lightning.lightning import deferred_metrics, routes
 from tinker_lightning.lightning.deferred_metrics import LOSS, combined
+from tinker_lightning.lightning.hyperparameters import ModelSettings
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.losses import custom, dro
 from tinker_lightning.losses.builtin import LOSSES
@@ -31,12 +32,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.lightning.deferred_metrics import FinishedPass
+    from tinker_lightning.lightning.hyperparameters import Unpack
     from tinker_lightning.lightning.routes import Route
     from tinker_lightning.remote.calls import Pass
     from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
 
 Normalize: TypeAlias = Literal["token", "sequence", "sum"]
+
+
+class GroupSettings(ModelSettings, total=False):
+    """The arguments of `GroupLossModule` that recipes share; see `GRPO`."""
+
+    loss: Any
+    loss_config: Mapping[str, float | str] | None
+    normalize: Normalize
 
 
 class TrainedGroup:
@@ -85,7 +95,7 @@ class GroupLossModule(RemoteModule):
         loss: Any = "importance_sampling",
         loss_config: Mapping[str, float | str] | None = None,
         normalize: Normalize = "token",
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(model, **settings)
         check_choice("normalize", normalize, get_args(Normalize))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.lightning.hyperparameters import ModelSettings, Unpack
     from tinker_lightning.recipes.group_loss import Normalize, TrainedGroup
     from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.rl.trajectory import Group
@@ -62,7 +63,7 @@ class GRPO(RolloutModule):
         truncated: What to do with answers that were cut: `train` on them like on others, `mask` them, or `penalize`
             them by `truncation_penalty`.
         truncation_penalty: What is subtracted from the reward of an answer that was cut.
-        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `schedule`, `predict` and others.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class GRPO(RolloutModule):
         ratio_bounds: tuple[float, float] | None = None,
         truncated: Literal["train", "mask", "penalize"] = "train",
         truncation_penalty: float = 1.0,
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(model, loss=loss, loss_config=loss_config, normalize=normalize, **settings)
         check_grouping(baseline, None)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from tinker_lightning.lightning.hyperparameters import ModelSettings, Unpack
 _NO_OTHER = (
     "but KTO scores each prompt with the answer of another row. Choose another batch_size, of at least 2, or pass "
     "drop_last=True to the DataLoader, or kl=False to KTO"
@@ -64,7 +65,7 @@ class KTO(RemoteModule):
         kl: Whether to estimate `z₀`; without it, it is 0, as with `loss_type="apo_zero_unpaired"` of TRL.
         reference: `base` for the base model, or the `tinker://` path of saved sampler weights.
         reference_cache: A file that keeps the reference log-probabilities by content, for other runs on the same data.
-        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `schedule`, `predict` and others.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class KTO(RemoteModule):
         kl: bool = True,
         reference: str = "base",
         reference_cache: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[ModelSettings],
     ) -> None:
         super().__init__(model, **settings)
         self._kl = kl

@@ -27,7 +27,7 @@ from tinker_lightning.errors import (
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.deferred_metrics import combined
 from tinker_lightning.recipes import rollout_metrics
-from tinker_lightning.recipes.group_loss import GroupLossModule, TrainedGroup
+from tinker_lightning.recipes.group_loss import GroupLossModule, GroupSettings, TrainedGroup
 from tinker_lightning.recipes.references import REFERENCE, References
 from tinker_lightning.rl.environment import SamplerPolicy
 from tinker_lightning.rl.rollout_jobs import PolicySource, TrainingProgress
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.lightning.hyperparameters import Unpack
     from tinker_lightning.recipes.rollout_metrics import ScoredGroup
     from tinker_lightning.remote.lm import RemoteLM
     from tinker_lightning.rl.rollout_jobs import RolloutJob
     from tinker_lightning.rl.rollouts import RolloutId
     from tinker_lightning.rl.trajectory import Group
     from tinker_lightning.types import Datum
-
 
 logger = logging.getLogger("tinker_lightning.rl")
 
@@ -72,7 +72,7 @@ class RolloutModule(GroupLossModule):
     of the prompts, so the result does not depend on the order of arrival.
     """
 
-    def __init__(self, model: Any = None, **settings: Any) -> None:
+    def __init__(self, model: Any = None, **settings: Unpack[GroupSettings]) -> None:
         super().__init__(model, **settings)
         self._sampler_check = SamplerCheck(self.lm, type(self).__name__)
         self._source: tuple[int, PolicySource] | None = None

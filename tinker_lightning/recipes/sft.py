@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_lightning.lightning.module import RemoteModule
 
 if TYPE_CHECKING:
+    from tinker_lightning.lightning.hyperparameters import ModelSettings, Unpack
     from tinker_lightning.lightning.routes import Reduction
 
 
@@ -22,11 +23,11 @@ class SFT(RemoteModule):
     Args:
         model: The name of a base model (default: `TINKER_BASE_MODEL`), or a training client of any SDK.
         reduction: `mean` divides the loss by the sum of the micro-batch's weights, `sum` does not divide it.
-        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `base_url` and others.
+        **settings: The other arguments of `RemoteModule`: `rank`, `learning_rate`, `schedule`, `predict` and others.
     """
 
     loss: Any = "cross_entropy"
 
-    def __init__(self, model: Any = None, *, reduction: Reduction = "mean", **settings: Any) -> None:
+    def __init__(self, model: Any = None, *, reduction: Reduction = "mean", **settings: Unpack[ModelSettings]) -> None:
         super().__init__(model, **settings)
         self.reduction = reduction

@@ -1,15 +1,17 @@
-"""Optimizers for remote models: the base class, AdamW for remote and local parameters in one, and DiMuon."""
+"""Optimizers for remote models: the base class, AdamW for remote and local parameters in one, DiMuon, and schedules."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.remote.lm import RemoteHandle
 from tinker_lightning.threads import interrupts
 from tinker_lightning.types import AdamParams, DimuonParams
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.calls import PreparedCall, Step
     from tinker_lightning.remote.window import RemoteModel
     from tinker_lightning.types.params import OptimParams
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
+
+# The share of the steps in which the learning rate of "wsd" falls.
+_DECAY = 0.2
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -212,3 +219,47 @@ def _clip_norm(remote: RemoteModel, group: dict[str, Any]) -> float:
     norms = [norm for norm in (group["grad_clip_norm"], asked) if norm]
     smallest = float(min(norms, default=0.0))
     return smallest if math.isfinite(smallest) else 0.0
+
+
+def check_schedule(schedule: str, warmup: float) -> None:
+    """Raises `InvalidInput` for a schedule that does not exist, or a warmup that is no share and no number of steps."""
+    check_choice("schedule", schedule, get_args(Schedule))
+    if warmup < 0 or not math.isfinite(warmup) or (warmup >= 1 and warmup != int(warmup)):
+        raise InvalidInput(
+            f"warmup must be a share of the steps, at least 0 and below 1, or a whole number of steps, got {warmup}"
+        )
+
+
+def scheduled(optimizer: torch.optim.Optimizer, schedule: Schedule, warmup: float, steps: float) -> LambdaLR:
+    """Returns a scheduler to step after each optimizer step, whose learning rate is the optimizer's at its peak.
+
+    ```text
+    constant        linear          cosine          wsd
+     ___________     .               ..__            ________
+    /               / ' - .         /    `.         /        `.
+    /              /        ' - .  /       `--..   /           `.
+    ```
+
+    After the warmup, the rate falls to 0 at the end of the fit: with `linear` and `cosine` from the first step on, with
+    `wsd` (warmup, stable, decay: arXiv:2404.06395) linearly over the last fifth of all steps.
+
+    Args:
+        optimizer: The optimizer.
+        schedule: `constant`, `linear`, `cosine` or `wsd`.
+        warmup: The steps in which the rate rises linearly: below 1 a share of all steps, from 1 on their number.
+        steps: The number of all steps; may be infinite if neither schedule nor warmup depends on it.
+    """
+    rising = warmup if warmup >= 1 or not warmup else math.ceil(warmup * steps)
+    return LambdaLR(optimizer, functools.partial(_share_of_peak, schedule, rising, steps))
+
+
+def _share_of_peak(schedule: Schedule, warmup: float, steps: float, step: int) -> float:
+    """Returns the factor of the learning rate of a step, counted from 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    left = max(0.0, (steps - step) / max(1.0, steps - warmup))
+    if schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * left)
+    return left if schedule == "linear" else min(1.0, max(0.0, steps - step) / max(1.0, math.ceil(_DECAY * steps)))
