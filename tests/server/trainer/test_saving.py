@@ -197,3 +197,11 @@ def test_a_save_beyond_the_limit_fails_and_training_continues(api: Api) -> None:
     assert api.state(model) == before
     assert "metrics" in api.run("optim_step", api.step(model, 3))
     assert not api.request("GET", "checkpoints").json()["checkpoints"]
+
+
+def test_metadata_of_a_checkpoint_is_bounded(api: Api) -> None:
+    """Every listing returns it."""
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "path": "state", "user_metadata": {"a": "x" * (64 << 10)}}
+    assert "at most 65536 are kept" in api.run("save_weights", body)["error"]
+    assert not api.request("GET", "checkpoints").json()["checkpoints"]

@@ -363,7 +363,7 @@ class CheckpointStore:
         except FileExistsError:
             raise
         except (OSError, SafetensorError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             free = ""
             with contextlib.suppress(OSError):
                 free = f", and {format_size(shutil.disk_usage(self.root).free)} are free there"

@@ -16,7 +16,7 @@ from tinker_lightning.server.trainer.checkpoint_summary import CheckpointSummary
 from tinker_lightning.server.trainer.jobs import Job, ModelJobs
 from tinker_lightning.server.trainer.memory import MemoryBudget
 from tinker_lightning.server.trainer.passes import RetainedForwards
-from tinker_lightning.server.trainer.registry import Metadata, Model, Registry, Sampler
+from tinker_lightning.server.trainer.registry import Metadata, Model, Registry, Sampler, metadata_bytes
 from tinker_lightning.server.trainer.scheduler import Scheduler
 from tinker_lightning.types import AdamParams, LoraConfig, OptimStepResponse, SaveWeightsResponse
 from tinker_lightning.types import requests as rq
@@ -273,6 +273,8 @@ class Training:
         training_state: Mapping[str, Tensor] | None,
         encryption: Encryption | None = None,
     ) -> CheckpointSummary:
+        metadata = None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata
+        metadata_bytes({"user_metadata": metadata})  # raises if it is too large
         return self._store.save(
             path,
             base_model=base.name,
@@ -283,7 +285,7 @@ class Training:
             training_state=training_state,
             ttl_seconds=request.ttl_seconds,
             overwrite=isinstance(request, rq.SaveWeightsRequest) and request.overwrite,
-            user_metadata=None if isinstance(request, rq.SaveWeightsExternalRequest) else request.user_metadata,
+            user_metadata=metadata,
             encryption=encryption,
         )
 

@@ -29,7 +29,7 @@ _METADATA = "metadata"  # the owner of all metadata, of which the oldest is drop
 _ABANDONED_SECONDS = 60.0
 
 
-def _metadata_bytes(metadata: dict[str, Any]) -> int:
+def metadata_bytes(metadata: dict[str, Any]) -> int:
     """Returns the memory that metadata takes; raises `InvalidInput` if it is too large to be kept."""
     for name, value in metadata.items():
         if (depth := _depth(value)) > MAX_METADATA_DEPTH:
@@ -61,7 +61,7 @@ class Metadata:
 
     def __init__(self, memory: MemoryBudget, of: str, **fields: Any) -> None:
         self._fields = fields
-        size = _metadata_bytes(fields)
+        size = metadata_bytes(fields)
         self._charge = memory.charge(
             f"the metadata of a {of}", size, "messages", owner=_METADATA, evict=self.forget, expendable=True
         )
