@@ -289,6 +289,7 @@ VALID: list[tuple[Any, list[str]]] = [
     ({"model": USER_CLASS, "data": {"class_path": "Known", "init_args": {"x": 1}}}, []),  # own_recipe may have it
     ({"model": "Known", "data": {"class_path": "RolloutData", "init_args": {"rewards": "own_recipe.reward"}}}, []),
     ({"model": {"class_path": "SFT", "init_args": {"beta": 1}}}, ["--model", "DPO"]),
+    ({"model": {"class_path": "SFT", "init_args": {"lora_alpha": 16}}}, []),  # for which there is advice
     ({"model": {"class_path": "SFT"}}, ["--model.class_path=DPO", "--model.beta", "0.1"]),
     ({"model": {"init_args": {"beta": 1}}, "trainer": {"logger": True}}, ["--model=DPO", "--trainer.logger=false"]),
     ({"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"x": 1}}}}, ["--trainer.logger=WandbLogger"]),
