@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from tinker_lightning.errors import InvalidInput, NotFound, NotStored
+from tinker_lightning.server.keys import Owner
 from tinker_lightning.server.trainer import checkpoint_store as module
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
 from tinker_lightning.server.trainer.checkpoint_summary import CheckpointSummary, TinkerPath, write_summary
@@ -391,10 +392,14 @@ def test_a_summary_that_nobody_has_written_is_named(
         (folder / "checkpoint.json").write_text(json.dumps(content))
     with pytest.raises(InvalidInput, match=f"checkpoint.json is damaged: .*{re.escape(because)}"):
         store.load(PATH)
+    with pytest.raises(InvalidInput, match=r"checkpoint.json is damaged"):
+        store.owned_by(Owner("alice", is_first=True)).delete(PATH)  # whose it is cannot be known
     for _ in range(2):
         assert [summary.path for summary in store.listing()] == [other]
     assert caplog.text.count("which is not a valid checkpoint") == 1  # not with each listing
     CheckpointStore(store.root).prepare()
+    store.delete(PATH)
+    assert not folder.exists()
 
 
 def test_numbers_that_are_not_finite_are_an_error(store: CheckpointStore, save: Callable[..., Any]) -> None:

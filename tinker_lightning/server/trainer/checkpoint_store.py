@@ -42,6 +42,7 @@ from tinker_lightning.server.trainer.checkpoint_summary import (
     CheckpointSummary,
     TinkerPath,
     check_run,
+    damaged,
     not_found,
     read_summary,
     sha256,
@@ -233,12 +234,13 @@ class CheckpointStore:
             except RuntimeError as error:  # as above, between the opening by safetensors and the mapping by torch
                 if "No such file" not in str(error):
                     raise
+                continue
             except SafetensorError as error:
                 raise InvalidInput(f"path: {path}: {folder} is damaged: {error}") from error
             if self.summary(path) != summary:
                 continue
             if changed is not None:
-                raise _damaged(path, folder / changed)
+                raise damaged(path, folder / changed)
             for name, tensors in zip(names, loaded, strict=True):
                 wrong = next((each for each, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
                 if wrong is not None:
@@ -265,7 +267,7 @@ class CheckpointStore:
                 changed = summary.changed_file(files)
                 if self.summary(path) == summary:
                     if changed is not None:
-                        raise _damaged(path, folder / changed)
+                        raise damaged(path, folder / changed)
                     stack.pop_all()
                     return files
         raise InvalidInput(f"path: {path}: {folder} is damaged: a file is missing or keeps being overwritten")
@@ -295,6 +297,7 @@ class CheckpointStore:
 
     def _listed(self, folder: Path, file: Path) -> CheckpointSummary | None:
         """Returns what a file contains, or None if it is not the valid summary of a checkpoint in this folder."""
+        version = 0, 0, 0
         try:
             status = file.stat()
             version = status.st_ino, status.st_mtime_ns, status.st_size
@@ -313,8 +316,12 @@ class CheckpointStore:
         return summary
 
     def delete(self, path: TinkerPath) -> None:
-        """Deletes a checkpoint."""
-        self.summary(path)
+        """Deletes a checkpoint, also a damaged one unless there are several owners."""
+        try:
+            self.summary(path)
+        except InvalidInput:
+            if self.owner.name is not None:
+                raise
         with self._lock:
             folders.remove_folder(self._folder(path))
 
@@ -388,10 +395,3 @@ def _name_conflict(path: TinkerPath) -> InvalidInput:
 
 def _expiry(ttl_seconds: int | None) -> str | None:
     return None if ttl_seconds is None else (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
-
-
-def _damaged(path: TinkerPath, file: Path) -> InvalidInput:
-    return InvalidInput(
-        f"path: {path}: {file} is damaged: its SHA-256 is not the one in {SUMMARY}. Restore the file from a backup, "
-        "or use another checkpoint."
-    )

@@ -160,6 +160,14 @@ def not_found(path: TinkerPath) -> NotFound:
     return NotFound(f"{path}: there is no such checkpoint")
 
 
+def damaged(path: TinkerPath, file: Path) -> InvalidInput:
+    """Returns the error for a file whose SHA-256 is not the one that was saved."""
+    return InvalidInput(
+        f"path: {path}: {file} is damaged: its SHA-256 is not the one in {SUMMARY}. Restore the file from a backup, "
+        "or use another checkpoint."
+    )
+
+
 def write_summary(folder: Path, summary: CheckpointSummary) -> None:
     """Writes the file, with its checksum, into a folder that nobody reads yet."""
     content = dataclasses.asdict(summary) | {"checksum": _checksum(summary)}
