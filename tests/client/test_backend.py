@@ -53,7 +53,8 @@ def test_a_backend_without_all_methods_raises_and_names_them() -> None:
 
     with pytest.raises(
         InvalidInput,
-        match=r"^Half cannot be trained: it has no server, storage, dialect, optimizer_kind, retains, can_expire, prepare, .*",
+        match=r"^Half cannot be trained: it has no server, storage, dialect, optimizer_kind, retains, can_expire, "
+        r"prepare, .*",
     ):
         as_backend(Half())
 
