@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from tinker_lightning.client.service import ServiceClient
     from tinker_lightning.client.transport.discovery import EMBEDDED
     from tinker_lightning.client.transport.retries import RetryPolicy
+    from tinker_lightning.client.transport.target import without_password
     from tinker_lightning.doctor import CHECKS, TOKENS, examine
     from tinker_lightning.errors import InvalidInput
 
@@ -58,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     url = options.url or EMBEDDED
     if url != EMBEDDED and not options.yes and not _is_local(url):
         raise InvalidInput(
-            f"{url} may be a hosted service, where this costs money: the checks create about 15 models and pass "
-            f"up to {TOKENS:,} tokens. Pass --yes to run them."
+            f"{without_password(url)} may be a hosted service, where this costs money: the checks create about 15 "
+            f"models and pass up to {TOKENS:,} tokens. Pass --yes to run them."
         )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("tinker_lightning.doctor").setLevel(logging.INFO)  # a slow server takes minutes

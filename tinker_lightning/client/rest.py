@@ -12,6 +12,7 @@ from tinker_lightning.client.transport import discovery
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, fetch_capabilities
+from tinker_lightning.client.transport.target import without_password
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types import responses as rs
@@ -40,7 +41,7 @@ class RestClient:
         self, channel: Channel | None = None, *, base_url: str | None = None, api_key: str | None = None
     ) -> None:
         if isinstance(channel, str):
-            raise InvalidInput(f"pass the server by name: RestClient(base_url={channel!r})")
+            raise InvalidInput(f"pass the server by name: RestClient(base_url={without_password(channel)!r})")
         if channel is None:
             target = discovery.find(base_url, api_key, None)
             channel = Channel(target, RetryPolicy(300.0), partial(Session.join, session_id=""), {})

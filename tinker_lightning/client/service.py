@@ -19,6 +19,7 @@ from tinker_lightning.client.transport import discovery
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import SDK_VERSION, Session, fetch_capabilities
+from tinker_lightning.client.transport.target import without_password
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.threads import background
 from tinker_lightning.types import LoraConfig, WeightsInfoResponse
@@ -71,13 +72,14 @@ class ServiceClient:
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
         if isinstance(user_metadata, str):
-            raise InvalidInput(f"pass the server by name: ServiceClient(base_url={user_metadata!r}), or call connect()")
+            shown = without_password(user_metadata)
+            raise InvalidInput(f"pass the server by name: ServiceClient(base_url={shown!r}), or call connect()")
         target = discovery.find(base_url, api_key, dialect)
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)
         if target.in_process is not None:
             background.enable_openmp_end()
-        self.url = target.url
+        self.url = without_password(target.url)
         self.storage = target.storage  # where saved states are: a folder of this machine, or the server
         project_id = project_id or os.environ.get("TINKER_PROJECT_ID") or None
         tags = [tag.strip() for tag in os.environ.get("TINKER_TAGS", "").split(",") if tag.strip()]

@@ -24,6 +24,8 @@ _FORWARD_BACKWARD = "/api/v1/forward_backward"
 _HOSTED = "thinkingmachines.dev"
 # The titles in the API descriptions of servers that have one.
 _TITLES = {"Tinker API Mock": servers.SKYRL, "TuFT": servers.TUFT}
+# Far more than any server's description.
+_MAX_DESCRIPTION = 8 << 20
 _OPEN_RL_TITLE = "Open-RL Server MVP"
 _TWINKLE_PATH = "/twinkle/"
 
@@ -70,7 +72,9 @@ def _is_hosted(url: str) -> bool:
 async def _description(connection: Connection) -> tuple[str, dict[str, Any]]:
     """Returns the title and the paths of the OpenAPI description, if the server publishes one."""
     try:
-        response = await connection.send("GET", "/openapi.json", accept=lambda _: True, seconds=0)
+        response = await connection.send(
+            "GET", "/openapi.json", accept=lambda _: True, seconds=0, most=_MAX_DESCRIPTION
+        )
         content = wire_json.loads(response.content)
     except (TinkerLightningError, InvalidMessage):
         return "", {}

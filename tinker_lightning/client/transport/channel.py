@@ -16,7 +16,7 @@ from tinker_lightning.client.passes import live_weights
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session
-from tinker_lightning.client.transport.target import Credentials, Target
+from tinker_lightning.client.transport.target import Credentials, Target, without_password
 from tinker_lightning.errors import ClientClosed, ClientForked, printable
 from tinker_lightning.threads.background import BackgroundLoop, wait
 
@@ -70,7 +70,7 @@ class Channel:
         headers: Mapping[str, str],
     ) -> None:
         self.target = target
-        self.url = target.url
+        self.url = without_password(target.url)
         self.headers = headers
         self._open = open_session
         self._pid = os.getpid()

@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from tinker_lightning.client.transport import answers
+from tinker_lightning.client.transport.answers import (
+    detail_of,
+    is_final_conflict,
+    is_json,
+    is_token_rejected,
+    is_turned_away,
+    json_body,
+    may_succeed_later,
+)
 from tinker_lightning.client.transport.retries import FIRST_CONTACT_SECONDS, RetryPolicy, StatusLog
-from tinker_lightning.client.transport.target import HOSTED_URL
+from tinker_lightning.client.transport.target import HOSTED_URL, password_header, without_password
 from tinker_lightning.errors import (
     AnswerLost,
     ClientClosed,
@@ -58,10 +68,8 @@ _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _FIX_VERSION = "Is its version one that this client knows? `tinker-lightning doctor {url}` shows what it speaks."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
-# Failures before the request left, and statuses by which a server says that it did not take it. A 503 may also come
-# from a proxy that has lost the connection to the server.
+# Failures before the request left.
 _NOT_SENT = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol
-_NOT_ACCEPTED = frozenset({402, 429, 503})
 _SHOWN_AT_ONCE = frozenset({402, 429, 500})
 # What OpenSSL says of an answer that is not TLS, by its release.
 _NO_TLS = "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"
@@ -92,7 +100,8 @@ class Connection:
         retry_policy: RetryPolicy,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        parsed = _check_url(url)
+        self.url = without_password(url).rstrip("/")  # also what messages show
         self.credentials = credentials
         self.status_log = StatusLog()
         self.billing_pause_seconds = retry_policy.seconds
@@ -100,7 +109,7 @@ class Connection:
         self._retry_policy = retry_policy
         self._reached = False
         self._closed = False
-        _check_url(url)
+        self._headers = {**password_header(parsed), **(headers or {})}
         # A transport of the caller's own brings its own settings.
         paths = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
         tls = _tls_context(*paths) if transport is None else True
@@ -111,9 +120,8 @@ class Connection:
             limits=_LIMITS,
             timeout=_TIMEOUT,
             headers={"User-Agent": PRODUCT},
-            event_hooks={"request": [self._add_headers]} if headers else None,
+            event_hooks={"request": [self._add_headers]} if self._headers else None,
         )
-        self._headers = dict(headers or {})
         self._origin = _origin(httpx.URL(self.url))
 
     async def close(self) -> None:
@@ -142,6 +150,7 @@ class Connection:
         repeatable: bool = True,
         is_poll: bool = False,
         record: OperationRecord | None = None,
+        most: int = answers.MAX_BYTES,
     ) -> httpx.Response:
         """Sends a request, retrying where that may help, and returns a response that is not an error.
 
@@ -156,6 +165,7 @@ class Connection:
             repeatable: Whether the request may be sent again after the server may have received it.
             is_poll: Whether the server may hold the request longer than the read timeout, which is raised at once then.
             record: Counts the request and its bytes.
+            most: The most bytes that the response may have.
 
         Raises:
             AnswerLost: If the server may have received a request that is not repeatable.
@@ -171,14 +181,15 @@ class Connection:
                 credentials = self.credentials.key_header() if raw_key else await self.credentials.header()
                 response: httpx.Response | None = None
                 try:
-                    response = await self._client.request(
+                    request = self._client.build_request(
                         method,
                         _parsed(self.url + path),
                         content=body,
                         headers={"Accept": wire_json.CONTENT_TYPE, **content, **credentials, **(headers or {})},
                     )
+                    response, received = await answers.read(await self._client.send(request, stream=True), most)
                     if record is not None:
-                        record.add(body, response)
+                        record.add(body, response, received)
                 except httpx.TransportError as cause:
                     if record is not None:
                         record.add(body, None)
@@ -194,24 +205,20 @@ class Connection:
                         raise AnswerLost(f"{reason} {_MAY_HAVE_RUN}") from cause
                     raise NotAnApi(f"{reason} {_FIX_URL}") from cause
                 else:
-                    self._reached = self._reached or response.is_success or _is_json(response)
+                    self._reached = self._reached or response.is_success or is_json(response)
                     if response.status_code == 500:
                         # A server that crashes closes the connection after its answer. If the next request were sent on
                         # it before the end is noticed, that request would look as if its answer were lost.
                         await asyncio.sleep(_CLOSING_SECONDS)
                     if response.is_success or (accept is not None and accept(response)):
                         return response
-                    if (
-                        not is_replayed
-                        and _is_token_rejected(response)
-                        and await self.credentials.replaced(credentials)
-                    ):
+                    if not is_replayed and is_token_rejected(response) and await self.credentials.replaced(credentials):
                         is_replayed = True
                         continue
                     error = self._status_error(method, path, response)
-                    if not _may_succeed_later(response):
+                    if not may_succeed_later(response):
                         raise error
-                    if not repeatable and not _is_turned_away(response):
+                    if not repeatable and not is_turned_away(response):
                         raise AnswerLost(f"{error} {_MAY_HAVE_RUN}")
                 delay = self._retry_policy.delay(attempt, response)
                 waited = time.monotonic() - started
@@ -240,7 +247,7 @@ class Connection:
 
     def parse(self, result: type[T], response: httpx.Response) -> T:
         """Parses the JSON of a response into a dataclass."""
-        if not _is_json(response):
+        if not is_json(response):
             raise self._not_an_api(response)
         try:
             return wire_json.parse(result, response.content)
@@ -249,7 +256,7 @@ class Connection:
 
     def json(self, response: httpx.Response) -> dict[str, Any]:
         """Returns the JSON object of a response."""
-        if not _is_json(response):
+        if not is_json(response):
             raise self._not_an_api(response)
         try:
             return wire_json.loads(response.content)
@@ -301,24 +308,24 @@ class Connection:
 
     def _status_error(self, method: str, path: str, response: httpx.Response) -> TinkerLightningError:
         status = response.status_code
-        body = _json_body(response)
+        body = json_body(response)
         if status in (401, 403):
-            detail = _detail(body) or "no reason given"
+            detail = detail_of(body) or "no reason given"
             return Unauthorized(f"{self.url} rejected the API key ({detail}). Set TINKER_API_KEY, or pass api_key=.")
-        if body is None and not _may_succeed_later(response):
+        if body is None and not may_succeed_later(response):
             return self._not_an_api(response)
         if body is None and status in (502, 503, 504):
             return ServerUnreachable(
                 f"a proxy answers at {self.url}, but not the server behind it (HTTP {status}). Is that server running?"
             )
-        message = f"{method} {self.url}{path}: {_detail(body) or response.text[:200] or 'no reason given'}"
+        message = f"{method} {self.url}{path}: {detail_of(body) or response.text[:200] or 'no reason given'}"
         if status == 404:
             return NotFound(message)
         if status == 410 and (body or {}).get("error_class") == NotRetained.__name__:
             return NotRetained(message)
-        if status == 409 and _is_final_conflict(response):
+        if status == 409 and is_final_conflict(response):
             return OperationFailed(message)
-        if 400 <= status < 500 and not _may_succeed_later(response):
+        if 400 <= status < 500 and not may_succeed_later(response):
             message += f" (HTTP {status})" if status in (405, 415) else ""
             return input_error((body or {}).get("error_class"))(message)
         return OperationFailed(f"{message} (HTTP {status})")
@@ -335,66 +342,15 @@ def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port
 
 
-def _check_url(url: str) -> None:
+def _check_url(url: str) -> httpx.URL:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidInput(f"{url!r} is not the URL of a server: {error}. {_FIX_ADDRESS}") from error
+        # What comes before the last @ may be a password, whatever is wrong with it.
+        shown, cause = (url, error) if "@" not in str(url) else (f"...@{url.rpartition('@')[2]}", None)
+        raise InvalidInput(
+            f"{shown!r} is not the URL of a server{f': {cause}' if cause else ''}. {_FIX_ADDRESS}"
+        ) from cause
     if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > 65535:
-        raise InvalidInput(f"{url!r} is not the URL of a server. {_FIX_ADDRESS}")
-
-
-def _is_json(response: httpx.Response) -> bool:
-    kind: str = response.headers.get("content-type", "")
-    return kind.split(";")[0].strip().endswith("json")
-
-
-def _json_body(response: httpx.Response) -> dict[str, Any] | None:
-    try:
-        return wire_json.loads(response.content)
-    except InvalidMessage:
-        return None
-
-
-def _is_token_rejected(response: httpx.Response) -> bool:
-    return response.status_code == 401 and 'error="invalid_token"' in response.headers.get("www-authenticate", "")
-
-
-def _is_turned_away(response: httpx.Response) -> bool:
-    """Returns whether the server did not take a request; a proxy that answers may have passed it on."""
-    return response.status_code in _NOT_ACCEPTED and (response.status_code != 503 or _json_body(response) is not None)
-
-
-def _may_succeed_later(response: httpx.Response) -> bool:
-    """Returns whether the same request may succeed later."""
-    asked = response.headers.get("x-should-retry")
-    if asked in ("true", "false"):
-        return bool(asked == "true")
-    status = response.status_code
-    if status == 409 and _is_final_conflict(response):
-        return False
-    # An empty 400 comes from a proxy in between, not from the server.
-    return status in (402, 408, 409, 429) or status >= 500 or (status == 400 and not response.content)
-
-
-def _is_final_conflict(response: httpx.Response) -> bool:
-    """Returns whether a 409 stays one: a name that is taken, or a number that the server does not expect."""
-    return any(words in response.text.lower() for words in ("already exists", "sequence conflict"))
-
-
-def _detail(body: dict[str, Any] | None) -> str:
-    if body is None:
-        return ""
-    for key in ("detail", "error", "error_message", "message"):
-        if isinstance(body.get(key), list):  # one entry for each wrong field, as FastAPI writes it
-            return "; ".join(_field_error(entry) for entry in body[key])
-        if body.get(key):
-            return str(body[key])
-    return ""
-
-
-def _field_error(entry: Any) -> str:
-    if not isinstance(entry, dict):
-        return str(entry)
-    field = ".".join(str(part) for part in entry.get("loc", ()) if part != "body")
-    return f"{field}: {entry.get('msg', 'invalid')}" if field else str(entry.get("msg", entry))
+        raise InvalidInput(f"{without_password(url)!r} is not the URL of a server. {_FIX_ADDRESS}")
+    return parsed

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tinker_lightning.client.dialects import servers
 from tinker_lightning.client.transport import embedded
-from tinker_lightning.client.transport.target import HOSTED_URL, Target
+from tinker_lightning.client.transport.target import HOSTED_URL, Target, without_password
 from tinker_lightning.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def find(url: str | None, api_key: str | None, dialect: str | os.PathLike[str] |
     key = api_key or os.environ.get("TINKER_API_KEY") or None
     if url is None:
         url, why = _default(key)
-        logger.info("connecting to %s (%s)", url, why)
+        logger.info("connecting to %s (%s)", without_password(url), why)
     if url != EMBEDDED:
         return Target(url, key, dialect=speaks)
     if speaks is not None and speaks != servers.EMBEDDED:

@@ -51,13 +51,13 @@ class OperationRecord:
     queued: float | None = None
     ran: float | None = None
 
-    def add(self, body: bytes | None, response: httpx.Response | None) -> None:
+    def add(self, body: bytes | None, response: httpx.Response | None, received: int = 0) -> None:
         """Adds a request and its response; None if none arrived."""
         self.requests += 1
         self.bytes_sent += len(body or b"")
         if response is None:
             return
-        self.bytes_received += response.num_bytes_downloaded
+        self.bytes_received += received
         reported = {name: float(ms) / 1000 for name, ms in _TIMING.findall(response.headers.get(TIMING_HEADER, ""))}
         self.queued, self.ran = reported.get("queue", self.queued), reported.get("run", self.ran)
 

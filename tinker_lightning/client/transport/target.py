@@ -28,6 +28,23 @@ logger = logging.getLogger("tinker_lightning.client")
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 
+def without_password(url: str) -> str:
+    """Returns a URL without the user and the password that it may contain, as it is shown in messages.
+
+    >>> without_password("https://me:secret@example.org/trainer")
+    'https://example.org/trainer'
+    """
+    return re.sub(r"^([^/?#]*//)?[^/?#]*@", r"\1", url)
+
+
+def password_header(url: httpx.URL) -> dict[str, str]:
+    """Returns the header for the user and the password of a URL, which some proxies ask for."""
+    if not url.userinfo:
+        return {}
+    sent = base64.b64encode(f"{url.username}:{url.password}".encode()).decode()
+    return {"Authorization": f"Basic {sent}"}
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server and how to reach it.
