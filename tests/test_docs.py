@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tinker_lightning import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -72,3 +76,37 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_gives_the_command_that_is_checked() -> None:
     assert "python -m pip install -c constraints.txt tox && python -m tox\n" in (ROOT / "README.md").read_text()
     assert "python -m pip install -c constraints.txt tox && python -m tox\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_promise_of_the_security_page_has_its_tests() -> None:  # R5.18
+    written = {
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    page = (ROOT / "docs" / "security.md").read_text()
+    tables = re.findall(r"^\| promise \| test \|\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
+    for row in rows:
+        names = re.findall(r"`(test_\w+)`", row.rsplit(" | ", 1)[1])
+        assert names, row
+        assert set(names) <= written, row
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze, of systemd, checks the unit")
+def test_the_unit_for_systemd_is_valid(tmp_path: Path) -> None:
+    blocks = re.findall(r"```ini\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL)
+    (unit,) = blocks
+    file = tmp_path / "tinker-lightning.service"
+    file.write_text(unit.replace("/opt/tinker-lightning/bin/tinker-lightning", sys.executable))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", str(file)],  # noqa: S607
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    about = [line for line in checked.stderr.splitlines() if "tinker-lightning" in line]  # and not about other units
+    assert (checked.returncode, about) == (0, []), checked.stderr
+    command = re.search(r"ExecStart=\S+ (.*?)\nEnv", unit, re.DOTALL)
+    assert command is not None
+    options = cli._parser().parse_args(shlex.split(command[1].replace("\\\n", " ")))
+    assert options.model == ["smollm2-135m"]

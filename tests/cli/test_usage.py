@@ -49,11 +49,13 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "port": 0,
         "api_key": "k",
         "api_key_file": Path("f"),
+        "ssl_certfile": None,
+        "ssl_keyfile": None,
         "data_dir": Path("d"),
         "sampling_seed": None,
         "memory_limit": None,
-        "disk_limit": None,
         "token_budget": 512,
+        "disk_limit": None,
     }
     assert given == {**named, "allow_pickled_losses": False}
     assert cli.main([*arguments, "--allow-pickled-losses"]) == 0

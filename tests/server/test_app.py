@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -176,3 +177,54 @@ def test_unknown_paths_and_methods_are_json_errors(api: Api) -> None:
     wrong = api.request("GET", "create_session")
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
+
+
+def test_metrics_are_numbers_of_the_whole_server_without_any_text_of_clients(
+    trainer: EmbeddedTrainer, api: Api
+) -> None:
+    secret = "a-name-that-a-client-chose"  # noqa: S105  # not one that opens anything
+    session = api.post("create_session", {"display_name": secret, "user_metadata": {"k": secret}}).json()["session_id"]
+    model = api.model(session)
+    api.run("forward_backward", api.train(model, 1, "hello"))
+    assert "error" in api.run(
+        "load_weights", {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/{secret}"}
+    )
+    api.run("asample", api.sample(api.sampler(session), 0, max_tokens=4))
+    api.run("optim_step", api.step(model, 3))  # the jobs before it have been counted when it runs
+    api.request("GET", f"sessions/{secret}")
+    response = api.request("GET", "http://embedded/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    text = response.text
+    assert secret not in text
+    assert "session-" not in text
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert re.fullmatch(r'tinker_[a-z_]+({[a-z]+="\w+"(,[a-z]+="\w+")*})? [0-9.e+-]+', line), line
+            name, value = line.rsplit(" ", 1)
+            values[name] = float(value)
+    for name in {line.split("{")[0].split(" ")[0] for line in values}:
+        assert f"# TYPE {name} " in text
+    assert values["tinker_sessions"] == values["tinker_models"] == values["tinker_samplers"] == 1
+    assert values["tinker_jobs_waiting"] == 0
+    assert values['tinker_jobs_total{operation="forward_backward",outcome="ok"}'] == 1
+    assert values['tinker_jobs_total{operation="load_weights",outcome="failed"}'] == 1
+    assert values['tinker_tokens_total{operation="forward_backward",outcome="ok"}'] == 4
+    assert values['tinker_tokens_total{operation="sample",outcome="ok"}'] == 3 + 4
+    assert values['tinker_errors_total{status="404"}'] == 1
+    assert values['tinker_memory_bytes{pool="weights"}'] > 0
+    assert values["tinker_memory_limit_bytes"] == trainer.memory.limit
+    api.post(f"sessions/{session}/finish", {})
+    trainer.scheduler.find(f"{session}:finish").future.result(60)
+    assert "tinker_sessions 0\n" in api.request("GET", "http://embedded/metrics").text
+
+
+def test_metrics_need_the_key_where_there_is_one(trainer: EmbeddedTrainer, api: Api) -> None:
+    locked = type(api)(trainer, api_key="tml-right")
+    try:
+        assert locked.request("GET", "http://embedded/metrics").status_code == 401
+        header = {"authorization": "Bearer tml-right"}  # as Prometheus sends it
+        text = locked.request("GET", "http://embedded/metrics", headers=header).text
+        assert 'tinker_errors_total{status="401"} 1\n' in text
+    finally:
+        locked.close()

@@ -371,6 +371,7 @@ REACHING_NOTHING = {
     "GET /api/v1/training_runs",  # as above
     "GET /api/v1/signed/{name:path}",  # its signature covers the owner: tested below
     "GET /ext/v1/tokenizer",
+    "GET /metrics",  # numbers of the whole server
 }
 # Answered by the same error for everybody, without looking anything up.
 REFUSED = (

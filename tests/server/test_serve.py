@@ -23,13 +23,16 @@ import pytest
 import tinker
 from starlette.responses import PlainTextResponse
 
-from tinker_lightning import cli
-from tinker_lightning.errors import InvalidInput, ModelNotFound
-from tinker_lightning.server import serve
+from tinker_lightning import AdamParams, Datum, cli, connect
+from tinker_lightning.errors import InvalidInput, ModelNotFound, ServerUnreachable
+from tinker_lightning.server import create_app, serve
 from tinker_lightning.server.http import LocalHost, is_loopback
+from tinker_lightning.server.keys import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tinker_lightning.server import EmbeddedTrainer
 
 SOON = 120.0  # on a busy machine
 
@@ -41,8 +44,8 @@ class Server:
         assert process.stdout is not None
         self.process = process
         line = process.stdout.readline()
-        assert "http://" in line, f"no URL but {line!r}, and on stderr {log.read_text()!r}"
-        self.url = "http://" + line.split("http://")[1].strip()
+        assert "://" in line, f"no URL but {line!r}, and on stderr {log.read_text()!r}"
+        self.url = line.split()[-1]
         self._log = log
 
     @property
@@ -298,3 +301,89 @@ def test_without_a_key_only_this_machines_own_names_are_answered(host: str, stat
     response = asyncio.run(ask())
     assert response.status_code == status
     assert status == 200 or "start the server with --api-key" in response.json()["detail"]
+
+
+def authority(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Makes a certificate authority, and a certificate for this machine that it signs; returns both and the key."""
+    ca, ca_key, cert, key = (folder / f"{name}{end}" for end in ("-ca.pem", "-ca.key", ".pem", ".key"))
+    request, extensions = folder / f"{name}.csr", folder / f"{name}.ext"
+    extensions.write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    usage = ["-addext", "keyUsage=critical,keyCertSign"]
+    for command in (
+        ["req", "-x509", *new, "-days", "2", "-subj", f"/CN={name}", *usage, "-keyout", ca_key, "-out", ca],
+        ["req", *new, "-subj", "/CN=server", "-keyout", key, "-out", request],
+        [
+            "x509",
+            "-req",
+            "-in",
+            request,
+            "-CA",
+            ca,
+            "-CAkey",
+            ca_key,
+            "-days",
+            "2",
+            "-extfile",
+            extensions,
+            "-out",
+            cert,
+        ],
+    ):
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True)  # noqa: S607
+    return ca, cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the command openssl")
+def test_tls_with_a_private_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # R5.18
+    ca, certificate, key = authority(tmp_path, "ours")
+    other, *_ = authority(tmp_path, "theirs")
+    keys = tmp_path / "keys"
+    secret = add_key(keys, "alice")
+    options = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--api-key-file", str(keys))
+    with running(tmp_path, *options) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca))
+        with connect(server.url, api_key=secret) as service:
+            client = service.create_lora_training_client("tiny", rank=4)
+            client.forward_backward([Datum.from_tokens([1, 2, 3])], "cross_entropy").result()
+            client.optim_step(AdamParams()).result()
+        with tinker.ServiceClient(base_url=server.url, api_key=secret) as official:
+            theirs = official.create_lora_training_client(base_model="tiny", rank=4).result()
+            theirs.optim_step(tinker.AdamParams()).result()
+        monkeypatch.setenv("SSL_CERT_FILE", str(other))
+        with pytest.raises(ServerUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
+            connect(server.url, api_key=secret).get_server_capabilities()
+        assert secret not in server.log
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--ssl-keyfile needs the certificate"):
+        serve.serve(["tiny"], port=0, data_dir=tmp_path, ssl_keyfile=tmp_path / "key")
+    (tmp_path / "bad").write_text("no certificate")
+    for name in ("missing", "bad"):
+        with pytest.raises(InvalidInput, match=rf"cannot use --ssl-certfile .*{name} with"):
+            serve.serve(["tiny"], port=0, data_dir=tmp_path, ssl_certfile=tmp_path / name)
+
+
+def test_while_models_are_loaded_the_server_says_so(
+    tmp_path: Path, trainer: EmbeddedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load, get = threading.Event(), trainer.catalog.get
+    monkeypatch.setattr(trainer.catalog, "get", lambda name: may_load.wait(SOON) and get(name))
+    loader = serve.Loader(trainer, ["tiny"])
+    ended: list[bool] = []
+    loader.start(ended.append)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(loader.guard(create_app(trainer)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.get("/api/v1/healthz")
+
+    loading = asyncio.run(ask())
+    assert (loading.status_code, loading.json()["status"], loading.headers["retry-after"]) == (503, "loading", "1")
+    may_load.set()
+    loader.join(SOON)
+    ready = asyncio.run(ask())
+    assert (ready.status_code, ready.json()) == (200, {"status": "ok"})
+    assert ended == [True]

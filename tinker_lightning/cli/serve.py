@@ -42,6 +42,8 @@ def add_to(commands: Any) -> None:
         help="file with the keys of several users, written by `tinker-lightning keys`; each has its own sessions and "
         "checkpoints",
     )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate (PEM), to serve https")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="key of the certificate, if not in its file")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where checkpoints are kept")
     parser.add_argument(
         "--allow-pickled-losses",
@@ -90,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
         port=options.port,
         api_key=options.api_key,
         api_key_file=options.api_key_file,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
         data_dir=options.data_dir,
         allow_pickled_losses=options.allow_pickled_losses,
         sampling_seed=options.sampling_seed,

@@ -72,8 +72,9 @@ class ServiceClient:
         in_process: Callable[[str, Callable[..., Any], Source, str], str] | None = None,
     ) -> None:
         if isinstance(user_metadata, str):
-            shown = without_password(user_metadata)
-            raise InvalidInput(f"pass the server by name: ServiceClient(base_url={shown!r}), or call connect()")
+            raise InvalidInput(
+                f"pass the server by name: ServiceClient(base_url={without_password(user_metadata)!r}), or call connect()"
+            )
         target = discovery.find(base_url, api_key, dialect)
         if transport is not None:
             target = replace(target, transport=transport, in_process=in_process)

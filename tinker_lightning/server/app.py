@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +18,11 @@ from tinker_lightning.server.http import ApiKey, on_crash, on_error, on_http_err
 from tinker_lightning.server.keys import Keys
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 # The extensions of the protocol that get_server_capabilities lists. Standard endpoints are not affected.
@@ -48,21 +54,33 @@ def create_app(trainer: EmbeddedTrainer, *, api_key: str | Keys | None = None, e
     keys = Keys.single(api_key) if isinstance(api_key, str) else api_key
     if keys is not None:
         keys.on_removal(trainer.finish_sessions)
+    errors: Counter[int] = Counter()  # responses by status
+
+    def counted(handle: Callable[[Request, Exception], Awaitable[Response]]) -> Any:
+        async def handler(request: Request, error: Exception) -> Response:
+            response = await handle(request, error)
+            errors[response.status_code] += 1
+            return response
+
+        return handler
+
     parts = (handshake, training, sampling, futures, checkpoints)
     app = Starlette(
         routes=[
+            Route("/metrics", handshake.metrics, methods=["GET"]),
             Mount("/api/v1", routes=[route for part in parts for route in part.routes]),
             *([Mount("/ext/v1", routes=_extension_routes)] if extended else []),
         ],
-        middleware=[] if keys is None else [Middleware(ApiKey, keys=keys)],
+        middleware=[] if keys is None else [Middleware(ApiKey, keys=keys, errors=errors)],
         exception_handlers={
-            TinkerLightningError: on_error,
-            HTTPException: on_http_error,
-            Exception: on_crash,
+            TinkerLightningError: counted(on_error),
+            HTTPException: counted(on_http_error),
+            Exception: counted(on_crash),
         },
     )
     app.state.trainer = trainer
     app.state.keys = keys
+    app.state.errors = errors
     app.state.signer = Signer()
     app.state.extensions = list(EXTENSIONS) if extended else []
     return app

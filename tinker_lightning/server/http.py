@@ -28,6 +28,8 @@ from tinker_lightning.types.responses import PRODUCT
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -167,9 +169,10 @@ class ApiKey:
     The owner that the key belongs to becomes part of the request: `trainer_of` returns what this owner can reach.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, errors: Counter[int]) -> None:
         self._app = app
         self._keys = keys
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responds with 401 or calls the app."""
@@ -184,6 +187,7 @@ class ApiKey:
             if owner is None:
                 detail = "the X-API-Key header is wrong" if key else "the X-API-Key header is missing"
                 response = JSONResponse({"detail": f"{detail}; set TINKER_API_KEY to a key of the server"}, 401)
+                self._errors[response.status_code] += 1
                 await response(scope, receive, send)
                 return
             scope["owner"] = owner

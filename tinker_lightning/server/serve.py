@@ -11,11 +11,13 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.responses import JSONResponse
 from typing_extensions import override
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -29,6 +31,8 @@ from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger("tinker_lightning.server")
 
@@ -60,9 +64,11 @@ def serve(
     api_key: str | None = None,
     api_key_file: Path | None = None,
     allow_pickled_losses: bool = False,
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
     **options: Any,
 ) -> None:
-    """Loads the models, serves them, and prints the URL once clients can connect.
+    """Serves the models, and prints the URL once they are loaded. Until then, every answer is 503.
 
     An API key is required if other machines can connect, or if pickled losses are allowed: by default the environment
     variable `TINKER_LIGHTNING_SERVE_KEY`. Further options are passed to `EmbeddedTrainer`.
@@ -79,6 +85,8 @@ def serve(
             "--allow-pickled-losses lets clients run arbitrary code on this machine, so a single API key is required: "
             f"set {KEY_VARIABLE}. The keys of a file would not protect their owners from each other."
         )
+    if ssl_keyfile is not None and ssl_certfile is None:
+        raise InvalidInput("--ssl-keyfile needs the certificate of the key: pass --ssl-certfile FILE, too")
     trainer = EmbeddedTrainer(models, allow_pickled_losses=allow_pickled_losses, **options)
     try:
         trainer.store.prepare()
@@ -92,13 +100,11 @@ def serve(
     with _listen(host, port) as listener:
         return_large_blocks()
         trainer.charge_process()
-        for name in models:
-            trainer.catalog.get(name)
-        trainer.charge_process()
         connections = Connections(max_connections())
         logging.getLogger("uvicorn.error").addFilter(OncePerMinute())
+        loader = Loader(trainer, models)
         config = uvicorn.Config(
-            LocalHost(app) if keys is None else app,
+            loader.guard(LocalHost(app) if keys is None else app),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -106,11 +112,75 @@ def serve(
             ws="none",
             backlog=BACKLOG,
             timeout_graceful_shutdown=_GRACE,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
         )
         try:
-            _Server(config, trainer, keys).run([listener])
+            config.load()
+        except OSError as error:  # also of what OpenSSL finds
+            raise InvalidInput(
+                f"cannot use --ssl-certfile {ssl_certfile} with --ssl-keyfile {ssl_keyfile}: "
+                f"{error.strerror or error}. Both are PEM files, and the key has no password."
+            ) from error
+        try:
+            _Server(config, trainer, keys, loader).run([listener])
+            loader.raise_failure()
         finally:
             trainer.close(_GRACE)
+            loader.join(_GRACE)
+
+
+class Loader:
+    """Loads models on a thread of its own, while the server already says that it does.
+
+    Args:
+        trainer: The trainer.
+        models: The names of the models.
+    """
+
+    def __init__(self, trainer: EmbeddedTrainer, models: Sequence[str]) -> None:
+        self._trainer = trainer
+        self._models = models
+        self._is_done = False
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_end: Callable[[bool], object]) -> None:
+        """Starts to load; `on_end` is called on the thread with whether that succeeded."""
+        self._thread = threading.Thread(target=self._load, args=[on_end], name="tinker-lightning-load", daemon=True)
+        self._thread.start()
+
+    def _load(self, on_end: Callable[[bool], object]) -> None:
+        try:
+            for name in self._models:
+                self._trainer.catalog.get(name)
+            self._trainer.charge_process()
+            self._is_done = True
+        except Exception as error:
+            self._failure = error
+        on_end(self._is_done)
+
+    def raise_failure(self) -> None:
+        """Raises the error of a model that could not be loaded."""
+        if self._failure is not None:
+            raise self._failure
+
+    def join(self, seconds: float) -> None:
+        """Waits until no model is being loaded."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """Returns an app that answers 503 until the models are loaded, which clients repeat."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if self._is_done or scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            body = {"status": "loading", "detail": "the server is loading its models", "category": "server"}
+            await JSONResponse(body, 503, {"Retry-After": "1"})(scope, receive, send)
+
+        return guarded
 
 
 def _keys(api_key: str | None, file: Path | None) -> Keys | None:
@@ -131,10 +201,11 @@ def _keys(api_key: str | None, file: Path | None) -> Keys | None:
 class _Server(uvicorn.Server):
     """A uvicorn server that prints its URL when it is ready, and wakes requests that wait for results on shutdown."""
 
-    def __init__(self, config: uvicorn.Config, trainer: EmbeddedTrainer, keys: Keys | None) -> None:
+    def __init__(self, config: uvicorn.Config, trainer: EmbeddedTrainer, keys: Keys | None, loader: Loader) -> None:
         super().__init__(config)
         self._trainer = trainer
         self._keys = keys
+        self._loader = loader
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -142,10 +213,17 @@ class _Server(uvicorn.Server):
         for listener in sockets or []:
             listener.listen(QUEUE)
         if self.started:
-            address = self.servers[0].sockets[0].getsockname()
-            host = f"[{address[0]}]" if ":" in address[0] else address[0]
-            print(f"tinker-lightning: serving {', '.join(self._trainer.catalog.names)} at http://{host}:{address[1]}")
-            sys.stdout.flush()
+            self._loader.start(self._loaded)
+
+    def _loaded(self, succeeded: bool) -> None:
+        if not succeeded or self.should_exit:
+            self.should_exit = True
+            return
+        address = self.servers[0].sockets[0].getsockname()
+        host = f"[{address[0]}]" if ":" in address[0] else address[0]
+        url = f"{'https' if self.config.is_ssl else 'http'}://{host}:{address[1]}"
+        print(f"tinker-lightning: serving {', '.join(self._trainer.catalog.names)} at {url}")
+        sys.stdout.flush()
 
     @override
     async def on_tick(self, counter: int) -> bool:

@@ -29,7 +29,7 @@ HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 
 
 def without_password(url: str) -> str:
-    """Returns a URL without the user and the password that it may contain, as it is shown in messages.
+    """Returns a URL without the user and the password that it may contain, for files and messages.
 
     >>> without_password("https://me:secret@example.org/trainer")
     'https://example.org/trainer'
@@ -71,11 +71,6 @@ class Target:
     def storage(self) -> str:
         """Where saved states are: a folder on this machine, or the server, without a password in its URL."""
         return self.data_folder or without_password(self.url)
-
-
-def without_password(url: str) -> str:
-    """Returns a URL for files and messages."""
-    return re.sub(r"//[^/@]*@", "//", url)
 
 
 # A token with no more than this many seconds left is not used. An earlier exchange that fails is repeated after them.

@@ -1,24 +1,28 @@
-"""Endpoints of sessions, client settings, telemetry and capabilities, and of features that this trainer lacks."""
+"""Endpoints of sessions, settings, telemetry, capabilities, health and metrics, and of what this trainer lacks."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.server.bodies import MAX_BODY_BYTES, MAX_JSON_BYTES, read
 from tinker_lightning.server.endpoints import trainer_of
 from tinker_lightning.server.http import answer, sdk_release, submits_in_turn
+from tinker_lightning.server.trainer.memory import Pool, resident_memory
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.responses import PRODUCT, ServerCapabilities, SupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.requests import Request
-    from starlette.responses import Response
+
+    from tinker_lightning.server.trainer.scheduler import JobTotals
+    from tinker_lightning.server.trainer.trainer import EmbeddedTrainer
 
 # Settings for clients. Chunking is meant for servers behind proxies; here a batch is a single request.
 CLIENT_CONFIG = {
@@ -110,6 +114,38 @@ async def telemetry(request: Request) -> Response:
 
 async def healthz(_: Request) -> Response:
     return answer({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Returns what Prometheus reads: numbers of the whole server, with labels from its code and none from clients."""
+    # Of all owners, and therefore not by `trainer_of`.
+    trainer: EmbeddedTrainer = request.app.state.trainer
+    families: list[tuple[str, str, str, Mapping[str, float]]] = [
+        (name, "gauge", f"Number of {name}.", {"": count}) for name, count in trainer.registry.counts().items()
+    ]
+    totals = sorted(trainer.scheduler.totals.items())
+
+    def by_job(value: Callable[[JobTotals], float]) -> dict[str, float]:
+        return {f'operation="{kind}",outcome="{outcome}"': value(each) for (kind, outcome), each in totals}
+
+    pools = {f'pool="{pool}"': trainer.memory.used(pool) for pool in get_args(Pool)}
+    errors = {f'status="{status}"': count for status, count in sorted(request.app.state.errors.items())}
+    families += [
+        ("jobs_waiting", "gauge", "Number of jobs that wait for their turn.", {"": trainer.scheduler.waiting}),
+        ("jobs_total", "counter", "Number of jobs that have run.", by_job(lambda each: each.jobs)),
+        ("tokens_total", "counter", "Tokens that jobs have read and sampled.", by_job(lambda each: each.tokens)),
+        ("run_seconds_total", "counter", "Time that jobs have run.", by_job(lambda each: each.run_seconds)),
+        ("queue_seconds_total", "counter", "Time that jobs have waited.", by_job(lambda each: each.queue_seconds)),
+        ("memory_bytes", "gauge", "Memory that is charged.", pools),
+        ("memory_limit_bytes", "gauge", "Limit of all memory that is charged.", {"": trainer.memory.limit}),
+        ("resident_memory_bytes", "gauge", "Memory of the process.", {"": resident_memory()}),
+        ("errors_total", "counter", "Responses with an error.", errors),
+    ]
+    lines: list[str] = []
+    for name, kind, text, values in families:
+        lines += [f"# HELP tinker_{name} {text}", f"# TYPE tinker_{name} {kind}"]
+        lines += [f"tinker_{name}{f'{{{labels}}}' if labels else ''} {value:.12g}" for labels, value in values.items()]
+    return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def capabilities(request: Request) -> Response:

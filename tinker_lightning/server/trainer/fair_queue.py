@@ -62,6 +62,10 @@ class FairQueue:
         self._paused: set[Job] = set()
         self._blocked: set[str | None] = set()
 
+    def __len__(self) -> int:
+        """Returns how many jobs wait, the running one not counted."""
+        return sum(map(len, self._queues.values()))
+
     def add(self, jobs: Iterable[Job]) -> None:
         """Adds jobs at the end of their sessions."""
         for job in jobs:

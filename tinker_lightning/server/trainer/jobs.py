@@ -43,6 +43,7 @@ class Job:
         request_bytes: The memory of the request, from its submission until it has run.
         result_bytes: The most memory that the result takes.
         measure: Returns the memory that a result takes.
+        tokens: The number of tokens that it reads.
         **labels: Fields for the log.
     """
 
@@ -57,12 +58,15 @@ class Job:
         request_bytes: int = 0,
         result_bytes: int = 0,
         measure: Callable[[Any], int] | None = None,
+        tokens: int = 0,
         **labels: object,
     ) -> None:
         self.request_id = request_id
         self.kind = kind
         self.owner = owner
         self.can_pause = can_pause
+        self.tokens = tokens  # that it reads and, when it has sampled, draws
+        labels |= {"tokens": tokens} if tokens else {}
         self.labels = "".join(f"{name}={value} " for name, value in labels.items())
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # so that a waiter that times out cannot cancel it
@@ -319,6 +323,7 @@ class ModelJobs:
         can_pause: bool = False,
         request_bytes: int = 0,
         result_bytes: int = 0,
+        tokens: int = 0,
         **labels: object,
     ) -> Job:
         """Queues a job under the number of its request. `run` gets the model when it is its turn.
@@ -330,6 +335,7 @@ class ModelJobs:
             can_pause: Whether it returns a generator, which pauses where `should_pause` says so.
             request_bytes: The memory of the request.
             result_bytes: The most memory that the result takes.
+            tokens: The number of tokens that it reads.
             **labels: Fields for the log.
         """
         model = self._registry.model(request.model_id)
@@ -343,6 +349,7 @@ class ModelJobs:
             request_bytes=request_bytes,
             result_bytes=result_bytes,
             measure=measure_result,
+            tokens=tokens,
             model=model.model_id,
             seq=request.seq_id,
             **labels,

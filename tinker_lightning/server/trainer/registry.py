@@ -318,6 +318,15 @@ class Registry:
             self._clones[sampler_id] += 1
             return self._clones[sampler_id]
 
+    def counts(self) -> dict[str, int]:
+        """Returns how many sessions are open, and how many models and samplers there are."""
+        with self._lock:
+            return {
+                "sessions": sum(not session.finished for session in self._sessions.values()),
+                "models": sum(model.adapter is not None for model in self._models.values()),
+                "samplers": len(self._samplers),
+            }
+
     def free(self, session: ClientSession) -> None:
         """Frees the memory of all models and samplers of a session."""
         with self._lock:

@@ -166,7 +166,9 @@ class Sampling:
                     fallback_seed=fallback_seed,
                     wave=wave,
                 )
-                return (yield from self._decode(decoder, admitted, job))
+                response = yield from self._decode(decoder, admitted, job)
+                job.tokens = request.prompt.length + sum(len(each.tokens) for each in response.sequences)
+                return response
 
         job = Job(
             f"{sampler.sampler_id}:{request.seq_id}",

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from tinker_lightning.errors import InvalidInput, NotFound, OperationFailed, TrainerClosed
 from tinker_lightning.server.trainer.fair_queue import FairQueue
@@ -40,6 +41,23 @@ MAX_FETCHED = 1024
 _CLOSED = "the trainer was closed before this job could finish"
 
 
+@dataclass(slots=True)
+class JobTotals:
+    """The jobs of a kind that have run, with the same outcome."""
+
+    jobs: int = 0
+    tokens: int = 0
+    run_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    def add(self, job: Job) -> None:
+        """Adds a job."""
+        self.jobs += 1
+        self.tokens += job.tokens
+        self.run_seconds += job.run_seconds
+        self.queue_seconds += job.queue_seconds
+
+
 @dataclass(eq=False)
 class Scheduler:
     """Executes jobs on a dedicated thread. All methods are thread-safe, and all timeouts are in seconds."""
@@ -61,6 +79,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.totals: dict[tuple[str, Literal["ok", "failed"]], JobTotals] = {}  # by kind and outcome
 
     def submit(self, job: Job, queue: str | None = None, number: int = 0, *, frees_memory: bool = False) -> Job:
         """Queues a job, or returns the job that was submitted earlier with the same request id.
@@ -211,6 +230,12 @@ class Scheduler:
                     return None
             return queue.missing
 
+    @property
+    def waiting(self) -> int:
+        """The number of jobs that wait for their turn, or for a request with a lower number."""
+        with self._changed:
+            return len(self._ready) + sum(len(queue.waiting) for queue in self._queues.values())
+
     def should_pause(self) -> bool:
         """Returns whether the running job should pause, because it is the turn of another session."""
         with self._changed:
@@ -246,6 +271,9 @@ class Scheduler:
                     self._ready.stop("ended" if is_left else progress)
                 if is_left:
                     job.fail(TrainerClosed(_CLOSED))
+                if progress == "ended":
+                    outcome: Literal["ok", "failed"] = "ok" if job.future.exception() is None else "failed"
+                    self.totals.setdefault((job.kind, outcome), JobTotals()).add(job)
                 del job  # do not keep its result alive
 
     def _next(self) -> Job | None:
