@@ -73,7 +73,8 @@ class ServiceClient:
     ) -> None:
         if isinstance(user_metadata, str):
             raise InvalidInput(
-                f"pass the server by name: ServiceClient(base_url={without_password(user_metadata)!r}), or call connect()"
+                f"pass the server by name: ServiceClient(base_url={without_password(user_metadata)!r}), or call "
+                "connect()"
             )
         target = discovery.find(base_url, api_key, dialect)
         if transport is not None:
