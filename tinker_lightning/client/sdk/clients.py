@@ -19,7 +19,7 @@ from tinker_lightning.client.files import checkpoints, download
 from tinker_lightning.client.futures import TinkerFuture, awaited
 from tinker_lightning.client.sampling import BaseSamplingClient
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.requests import Calls
+from tinker_lightning.client.sdk.convert import Calls
 from tinker_lightning.client.sdk.sender import SdkSender
 from tinker_lightning.client.training_base import BaseTrainingClient
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported

@@ -23,7 +23,7 @@ from tinker_lightning.client.dialects.detect import detect
 from tinker_lightning.client.passes import live_weights, preparation
 from tinker_lightning.client.passes.request import as_forward, combine_outputs, size, split
 from tinker_lightning.client.sdk import convert
-from tinker_lightning.client.sdk.requests import Calls, value
+from tinker_lightning.client.sdk.convert import Calls, value
 from tinker_lightning.client.transport.connection import Connection
 from tinker_lightning.client.transport.retries import RetryPolicy
 from tinker_lightning.client.transport.session import Session, fetch_capabilities
