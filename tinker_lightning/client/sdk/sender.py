@@ -19,7 +19,7 @@ from tinker import types as sdk
 
 from tinker_lightning.client import models
 from tinker_lightning.client.dialects import servers
-from tinker_lightning.client.dialects.detect import detect
+from tinker_lightning.client.dialects.servers import detect
 from tinker_lightning.client.passes import live_weights, preparation
 from tinker_lightning.client.passes.request import as_forward, combine_outputs, size, split
 from tinker_lightning.client.sdk import convert

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from tinker_lightning.client.dialects.detect import detect
+from tinker_lightning.client.dialects.servers import detect
 from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.types.requests import ClientConfigRequest, CreateSessionRequest, SessionHeartbeatRequest
 from tinker_lightning.types.responses import ServerCapabilities
