@@ -20,11 +20,11 @@ from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightni
 from tinker_lightning.lightning import _compat
 from tinker_lightning.lightning.session import LAST_WAIT, SessionModule
 from tinker_lightning.losses import custom
+from tinker_lightning.losses.batch import target_weights
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.custom import PASS_METRICS, prefix_clashes
 from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
-from tinker_lightning.losses.reduction import target_weights
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import ServerCall, Step

@@ -12,7 +12,7 @@ from tinker_lightning.errors import InvalidInput, InvalidLoss, MissingInput, Ope
 from tinker_lightning.lightning import _compat, deferred_metrics
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.lightning.deferred_metrics import TOTAL, VALUE
-from tinker_lightning.losses.reduction import target_weights
+from tinker_lightning.losses.batch import target_weights
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.rows.batches import as_list
 from tinker_lightning.rows.formats import DatumLike

@@ -21,8 +21,8 @@ from tinker_lightning.lightning.checkpoint.format import read_window
 from tinker_lightning.lightning.deferred_metrics import LOSS, TOTAL, LoggingModule, combined
 from tinker_lightning.lightning.evaluation import Evaluation
 from tinker_lightning.lightning.hyperparameters import PredictOptions, Secret
+from tinker_lightning.losses.batch import target_weights, total_weight
 from tinker_lightning.losses.likelihood import likelihood_metrics
-from tinker_lightning.losses.reduction import target_weights, total_weight
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote.lm import RemoteHandle

@@ -16,6 +16,7 @@ from tinker_lightning.client.passes.preparation import spread
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.losses import custom
+from tinker_lightning.losses.batch import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.losses.builtin import LOSSES as BUILT_IN
 from tinker_lightning.losses.custom import LossFn, function_name
 from tinker_lightning.losses.library import (
@@ -25,7 +26,6 @@ from tinker_lightning.losses.library import (
     supported_settings,
     unwrap_partial,
 )
-from tinker_lightning.losses.reduction import action_tokens, action_weight, weighted_tokens
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
 from tinker_lightning.lossgraph.server_loss import ServerLoss
 from tinker_lightning.types.datum import to_datums

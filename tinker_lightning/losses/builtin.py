@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinker_lightning.errors import InvalidDatum, InvalidLoss
-from tinker_lightning.losses.reduction import TokenCount, action_tokens, total_weight
+from tinker_lightning.losses.batch import TokenCount, action_tokens, total_weight
 from tinker_lightning.types import TensorData
 
 if TYPE_CHECKING:

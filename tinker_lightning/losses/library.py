@@ -18,10 +18,9 @@ import torch
 
 from tinker_lightning import losses
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.losses.batch import EmptyBatch, Rehearsal
+from tinker_lightning.losses.batch import EmptyBatch, Rehearsal, TokenCount, total_weight, weighted_positions
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.losses.custom import forward_datums
-from tinker_lightning.losses.reduction import TokenCount, total_weight, weighted_positions
 from tinker_lightning.types import Datum, TensorData
 
 if TYPE_CHECKING:
