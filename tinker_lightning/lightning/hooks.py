@@ -26,7 +26,7 @@ from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount
 from tinker_lightning.remote.lm import holds_server_loss
-from tinker_lightning.threads import interrupts
+from tinker_lightning.threads.background import SigintHold
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class RemoteHooks(pl.Callback):
     def __init__(self, trainer: pl.Trainer, module: RemoteModule) -> None:
         self._trainer = trainer
         self._module = module
-        self._hold = interrupts.SigintHold()
+        self._hold = SigintHold()
         self._received = 0
         self._terminated: float | None = None
         self._steps: StepCount | None = None  # of the fit that runs

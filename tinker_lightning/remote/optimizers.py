@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.remote.lm import RemoteHandle
-from tinker_lightning.threads import interrupts
+from tinker_lightning.threads.background import sigint_held
 from tinker_lightning.types import AdamParams, DimuonParams
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                     ready.append((remote, prepared, params))
         # Everything that may wait or fail was done above: from here on the step is taken by all models or by none.
         with contextlib.ExitStack() as held:
-            held.enter_context(interrupts.held())
+            held.enter_context(sigint_held())
             for remote, _, _ in ready:
                 held.enter_context(remote.backend.unread.held())
             self.sent = [remote.step(prepared, params) for remote, prepared, params in ready]

@@ -1,7 +1,8 @@
 """Background threads: event loops for the network, and functions and coroutines of regularizers, rewards and rollouts.
 
 Functions run on a thread each, coroutines on one shared event loop. Both have the caller's torch modes, which are per
-thread. A thread that waits for a trainer in this process leaves the cores to it.
+thread. A thread that waits for a trainer in this process leaves the cores to it. On the main thread, Ctrl-C can be
+delayed during work that must not be interrupted halfway.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import contextvars
 import ctypes
 import os
+import signal
 import threading
 import time
 import types
@@ -19,7 +21,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from typing_extensions import override
@@ -321,3 +323,51 @@ def observed_waits(observe: Callable[[float, float], object]) -> Iterator[None]:
         yield
     finally:
         _wait_observers.pop(thread, None)
+
+
+class SigintHold:
+    """Delays SIGINT while it is active; several may overlap, and the last one to end delivers it.
+
+    Has no effect outside of the main thread, the only one that receives signals.
+    """
+
+    _active: ClassVar[set[SigintHold]] = set()
+    _received: ClassVar[list[tuple[int, Any]]] = []
+    _handler: ClassVar[Callable[[int, Any], Any]]
+
+    def begin(self) -> None:
+        """Starts the hold."""
+        handler = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+            return
+        if handler is not SigintHold._defer:  # also if another handler was installed in the meantime
+            SigintHold._handler = handler
+            SigintHold._active.clear()
+            SigintHold._received.clear()
+            signal.signal(signal.SIGINT, SigintHold._defer)
+        SigintHold._active.add(self)
+
+    @staticmethod
+    def _defer(number: int, frame: Any) -> None:
+        SigintHold._received.append((number, frame))
+
+    def end(self, *, deliver: bool = True) -> None:
+        """Ends the hold, and delivers a SIGINT that was received unless `deliver` is False."""
+        if self not in SigintHold._active:
+            return
+        SigintHold._active.remove(self)
+        if not SigintHold._active:
+            signal.signal(signal.SIGINT, SigintHold._handler)
+            if SigintHold._received and deliver:
+                SigintHold._handler(*SigintHold._received[0])
+
+
+@contextlib.contextmanager
+def sigint_held() -> Iterator[None]:
+    """Delays a SIGINT during the `with` block until its end."""
+    hold = SigintHold()
+    hold.begin()
+    try:
+        yield
+    finally:
+        hold.end()

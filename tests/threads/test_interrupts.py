@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinker_lightning.threads import interrupts
+from tinker_lightning.threads.background import sigint_held
 
 
 def ctrl_c() -> None:
@@ -19,7 +19,7 @@ def ctrl_c() -> None:
 def test_it_waits_for_the_end_of_the_block() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with interrupts.held():
+        with sigint_held():
             ctrl_c()
             ctrl_c()
             done.append("the block")
@@ -34,11 +34,11 @@ def test_a_custom_handler_is_called_once_and_stays() -> None:
     before = signal.signal(signal.SIGINT, lambda *_: came.append(signal.getsignal(signal.SIGINT)))
     mine = signal.getsignal(signal.SIGINT)
     try:
-        with interrupts.held():
+        with sigint_held():
             ctrl_c()
             assert came == []
         assert came == [mine]
-        with interrupts.held():
+        with sigint_held():
             pass
         assert came == [mine]
     finally:
@@ -46,9 +46,9 @@ def test_a_custom_handler_is_called_once_and_stays() -> None:
 
 
 def test_what_the_block_raises_is_not_hidden() -> None:
-    with pytest.raises(ZeroDivisionError), interrupts.held():
+    with pytest.raises(ZeroDivisionError), sigint_held():
         _ = 1 / 0
-    with pytest.raises(KeyboardInterrupt) as raised, interrupts.held():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as raised, sigint_held():  # noqa: PT012
         ctrl_c()
         _ = 1 / 0
     assert isinstance(raised.value.__context__, ZeroDivisionError)
@@ -57,7 +57,7 @@ def test_what_the_block_raises_is_not_hidden() -> None:
 def test_ignored_interrupts_stay_ignored_and_other_threads_have_none() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupts.held():
+        with sigint_held():
             ctrl_c()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
@@ -65,7 +65,7 @@ def test_ignored_interrupts_stay_ignored_and_other_threads_have_none() -> None:
     done: list[int] = []
 
     def elsewhere() -> None:
-        with interrupts.held():
+        with sigint_held():
             done.append(1)
 
     thread = threading.Thread(target=elsewhere)
