@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 from wandb.proto import wandb_internal_pb2
 
-from tinker_lightning.lightning.logged_rows import wandb_records
+from tinker_lightning.lightning.loggers import wandb_records
 
 if TYPE_CHECKING:
     from pathlib import Path

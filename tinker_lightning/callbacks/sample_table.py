@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import GeneratingCallback, logged_step, prompt_text, require_remote
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning.logged_rows import keep_copy
+from tinker_lightning.lightning.loggers import keep_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from tinker_lightning.errors import LossWithoutGradient
-from tinker_lightning.lightning import _compat, checks, logged_rows, reports, wandb_runs
+from tinker_lightning.lightning import _compat, checks, loggers, reports
 from tinker_lightning.lightning.checkpoint import contents, files
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.deferred_metrics import LossWatch
@@ -124,7 +124,7 @@ class RemoteHooks(pl.Callback):
         version, validated = module._validated
         self._before = validated if version == remote.version else {}
         settings = reports.model_settings(module)
-        wandb_runs.log_settings(trainer, settings)
+        loggers.log_settings(trainer, settings)
         reports.show_report(trainer, reports.start_report(trainer, module, settings))
         self._set_steps(self._steps)
 
@@ -172,7 +172,7 @@ class RemoteHooks(pl.Callback):
             group.raise_first(self._module)  # a callback that monitors the metric would only report it missing
         self._show_steps()
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            logged_rows.flush_csv(trainer)
+            loggers.flush_csv(trainer)
             self._flushed = time.monotonic()
 
     @override
@@ -217,10 +217,10 @@ class RemoteHooks(pl.Callback):
         self._module._loaded_window = read_window(checkpoint, file)
         if trainer.state.fn == TrainerFn.FITTING:
             section, step = checkpoint.get(SECTION, {}), checkpoint["global_step"]  # the trainer's follows
-            wandb_runs.warn_if_other(trainer, section, file, step)
+            loggers.warn_of_other_runs(trainer, section, file, step)
             # Another strategy does not return to the place at which the file was written.
             is_exact = getattr(trainer.strategy, "strategy_name", "") == "tinker" and bool(section.get("strategy"))
-            logged_rows.drop_later_rows(trainer, section, file, step, logs_again=is_exact)
+            loggers.drop_later_rows(trainer, section, file, step, logs_again=is_exact)
 
     @override
     def teardown(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -295,5 +295,5 @@ class RemoteHooks(pl.Callback):
 def _continue_logs(trainer: pl.Trainer, file: Any) -> None:
     """Makes the loggers of a fit continue the runs of its checkpoint, before Lightning starts them."""
     if trainer.state.fn == TrainerFn.FITTING:
-        wandb_runs.adopt(trainer, file)
-        logged_rows.reopen_csv(trainer)
+        loggers.adopt_runs(trainer, file)
+        loggers.reopen_csv(trainer)

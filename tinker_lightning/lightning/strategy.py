@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from typing_extensions import override
 
 from tinker_lightning.errors import TinkerLightningError
-from tinker_lightning.lightning import _compat, checks, wandb_runs
+from tinker_lightning.lightning import _compat, checks, loggers
 from tinker_lightning.lightning.checkpoint import contents, files, loop_position
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
@@ -228,7 +228,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
         if trainer is not None:
-            wandb_runs.log_file(trainer, filepath, new)
+            loggers.log_file(trainer, filepath, new)
 
     def _add_position(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         """Adds the random number generators and the position in the loops and the data to a checkpoint."""
@@ -253,7 +253,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.replaced(filepath, old)
         if self._trainer is not None:
-            wandb_runs.log_file(self._trainer, filepath, ())
+            loggers.log_file(self._trainer, filepath, ())
 
     @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from tinker_lightning.client.server_losses import LossHandle
 from tinker_lightning.errors import InvalidInput
-from tinker_lightning.lightning import _compat, logged_rows, wandb_runs
+from tinker_lightning.lightning import _compat, loggers
 from tinker_lightning.lightning.checkpoint.format import RECORD, SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import capture_rng
 from tinker_lightning.remote.calls import Call, ServerCall
@@ -49,8 +49,8 @@ def add_section(checkpoint: dict[str, Any], module: RemoteModule) -> None:
     section.update(Window.capture(module).state())
     section["strategy"] = None  # which `TinkerStrategy` fills in
     if module.has_trainer:
-        section["wandb"] = wandb_runs.describe(module.trainer)
-        section["rows"] = logged_rows.describe(module.trainer)
+        section["wandb"] = loggers.describe_runs(module.trainer)
+        section["rows"] = loggers.describe_rows(module.trainer)
 
 
 def load_states(checkpoint: dict[str, Any], module: nn.Module) -> None:

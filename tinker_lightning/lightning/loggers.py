@@ -1,6 +1,7 @@
-"""Rows that loggers have written after a checkpoint: a fit that resumes from it drops them, and keeps a copy.
+"""Loggers in a fit that resumes: the rows that they wrote after the checkpoint, and the W&B runs that it continues.
 
-A checkpoint has the number of rows that were written before it:
+A checkpoint names the W&B runs of its fit, and has the number of rows that were written before it. A fit that resumes
+from it drops later rows, and keeps a copy:
 
     metrics.csv                           rows of the steps 0 … 49 | 50 … 57, at which the run was killed
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import logging
+import os
 import struct
 import warnings
 from dataclasses import dataclass, replace
@@ -25,10 +27,11 @@ from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from tinker_lightning.lightning.checkpoint.format import read_rows
+from tinker_lightning.lightning import _compat
+from tinker_lightning.lightning.checkpoint.format import read_rows, read_runs, read_section
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     import lightning.pytorch as pl
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -40,7 +43,7 @@ _HEADER, _BLOCK, _PART = 7, 2**15, struct.Struct("<IHB")
 _ENDS = (1, 4)  # the kinds of a part that is a whole record, and of the last part of one
 
 
-def describe(trainer: pl.Trainer) -> dict[str, Any]:
+def describe_rows(trainer: pl.Trainer) -> dict[str, Any]:
     """Returns how many rows were logged, as a checkpoint keeps it: to CSV files by name, to W&B runs by id.
 
     W&B writes a file in each process, so its number comes with the folder of the file. A run that has ended has none.
@@ -226,6 +229,65 @@ def _csv_file(each: CSVLogger) -> str:
 def _read(fs: AbstractFileSystem, path: str) -> bytes:
     content: bytes = fs.cat_file(path)
     return content
+
+
+def describe_runs(trainer: pl.Trainer) -> list[dict[str, str]]:
+    """Returns the project and id of each run, as a checkpoint keeps them."""
+    return [
+        {"project": str(each.name), "id": str(each.version)} for each in _loggers(trainer, WandbLogger) if each.version
+    ]
+
+
+def adopt_runs(trainer: pl.Trainer, file: Any) -> None:
+    """Makes loggers without an id of their own continue the runs that the checkpoint of a fit names."""
+    loggers = _loggers(trainer, WandbLogger)
+    if not loggers:
+        return
+    try:
+        runs = read_runs(read_section(trainer.strategy.checkpoint_io.load_checkpoint(file), file), file)
+    except Exception:  # raised again when Lightning loads the file
+        return
+    for each, run in zip(loggers, runs, strict=False):
+        settings = _compat.WANDB_INIT.get(each)
+        # Set if a run is under way, or if the user has chosen one, or a row of one.
+        has_id = each.version is not None or bool(os.environ.get("WANDB_RUN_ID"))
+        has_id = has_id or bool(settings.get("resume_from") or settings.get("fork_from"))
+        if not has_id and each.name == run["project"]:
+            settings["id"] = run["id"]
+
+
+def warn_of_other_runs(trainer: pl.Trainer, section: dict[str, Any], file: object, step: int) -> None:
+    """Warns if a resumed fit logs to other runs than the one that it resumes."""
+    for each, state in zip(_loggers(trainer, WandbLogger), read_runs(section, file), strict=False):
+        project, run = state["project"], state["id"]
+        if (str(each.name), str(each.version)) != (project, run):
+            logger.warning(
+                "the fit resumes at step %d, but the steps before are in the W&B run %s of project %s, and this one "
+                "logs to %s of %s. To continue that run, pass WandbLogger(id=%r, project=%r).",
+                step,
+                run,
+                project,
+                each.version,
+                each.name,
+                run,
+                project,
+            )
+
+
+def log_settings(trainer: pl.Trainer, settings: Mapping[str, Any]) -> None:
+    """Adds settings that are not arguments of the module, such as the server, to the config of each run."""
+    for each in _loggers(trainer, WandbLogger):
+        each.log_hyperparams(dict(settings))
+
+
+def log_file(trainer: pl.Trainer, file: object, states: Iterable[str]) -> None:
+    """Adds a checkpoint file and the remote states that it names to the summary of each run; removes it without any."""
+    for each in _loggers(trainer, WandbLogger):
+        checkpoints = dict(each.experiment.summary.get("checkpoints") or {})
+        checkpoints.pop(str(file), None)
+        if paths := sorted(states):
+            checkpoints[str(file)] = ", ".join(paths)
+        each.experiment.summary["checkpoints"] = checkpoints
 
 
 def _loggers(trainer: pl.Trainer, kind: type[Any]) -> list[Any]:
