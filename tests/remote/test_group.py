@@ -19,7 +19,7 @@ from tests.helpers.trainers import DATA, SMALL, loader, quiet
 from tinker_lightning import RemoteAdamW, RemoteLM, RemoteModule
 from tinker_lightning.client.futures import TinkerFuture
 from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightningError
-from tinker_lightning.remote.group import delete_state, remotes_of, wait_for_all
+from tinker_lightning.remote.lm import delete_state, remotes_of, wait_for_all
 from tinker_lightning.server import EmbeddedTrainer
 from tinker_lightning.testing import embedded_service
 

@@ -19,8 +19,8 @@ from tinker_lightning.callbacks.generation import require_remote
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.checkpoint.loaders import PositionedLoader, TrainedPosition, isolated_rng
 from tinker_lightning.lightning.reports import ReportingCallback
-from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount, tokens_of
+from tinker_lightning.remote.lm import remotes_of
 from tinker_lightning.rows.batches import as_list
 from tinker_lightning.types.datum import to_datums
 
@@ -185,7 +185,7 @@ class CostMonitor(ReportingCallback):
 
 
 def _count_tokens(module: RemoteModule) -> TokenCount:
-    return sum((each.tokens for each in group.remotes_of(module)), start=TokenCount())
+    return sum((each.tokens for each in remotes_of(module)), start=TokenCount())
 
 
 def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount | str:

@@ -19,7 +19,7 @@ from tinker_lightning.callbacks.timeline import StepRecord
 from tinker_lightning.client.transport.recording import OperationRecord, Recording
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning.deferred_metrics import LogStep, log_at
-from tinker_lightning.remote import group
+from tinker_lightning.remote.lm import remotes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +76,7 @@ class RemoteMonitor(pl.Callback):
         module = require_remote(self, pl_module)
         self._stop()
         self._recording, self._pending, self._in_flight, self._traced = Recording(), deque(), [], []
-        for each in group.remotes_of(module):
+        for each in remotes_of(module):
             each.backend.record(self._recording)
             self._active.callback(each.backend.record, None)
         self._active.enter_context(self._recording.record_waits())
@@ -151,4 +151,4 @@ class RemoteMonitor(pl.Callback):
 
 
 def _trained(module: RemoteModule) -> int:
-    return sum(each.tokens.trained for each in group.remotes_of(module))
+    return sum(each.tokens.trained for each in remotes_of(module))

@@ -26,8 +26,8 @@ from tinker_lightning.losses.custom import PASS_METRICS, prefix_clashes
 from tinker_lightning.losses.library import supported_settings
 from tinker_lightning.losses.likelihood import likelihood_scores
 from tinker_lightning.lossgraph.graph_loss import CUSTOM_PREFIX, LIBRARY_PREFIX
-from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import ServerCall, Step
+from tinker_lightning.remote.lm import raise_first, settle, wait_for_all
 from tinker_lightning.rows.batches import count_datums
 
 if TYPE_CHECKING:
@@ -85,16 +85,16 @@ class LoggingModule(SessionModule):
     def drain(self) -> None:
         """Waits for all requests of the module's remote models, logs them, and raises unread failures as one error."""
         if self.has_trainer and self.trainer.received_sigterm:
-            group.wait_for_all(self, LAST_WAIT)
+            wait_for_all(self, LAST_WAIT)
             self._deferred.log(wait=False)
         else:
             self._deferred.log(wait=True)
-            group.wait_for_all(self)
-        group.raise_first(self)
+            wait_for_all(self)
+        raise_first(self)
 
     def settle(self, timeout: float, error: BaseException) -> None:
         """Waits a while for requests sent before an error, logs them, and adds their failures to the error as notes."""
-        group.settle(self, timeout, error)
+        settle(self, timeout, error)
         with contextlib.suppress(TinkerLightningError):
             self._deferred.log(wait=False)
 

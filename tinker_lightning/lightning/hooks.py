@@ -23,9 +23,8 @@ from tinker_lightning.lightning.progress import StepBar, StepCount, replace_defa
 from tinker_lightning.lightning.session import LAST_WAIT
 from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers.composition import as_regularizers
-from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import TokenCount
-from tinker_lightning.remote.lm import holds_server_loss
+from tinker_lightning.remote.lm import dropping, holds_server_loss, raise_first, remotes_of
 from tinker_lightning.threads.background import SigintHold
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ class RemoteHooks(pl.Callback):
         """Drops the accumulation window and raises `InvalidLoss` if a loss has no gradient or is not finite."""
         if loss.requires_grad and loss.numel() == 1 and torch.isfinite(loss):
             return
-        with self._module._dropping():
+        with dropping(self._module):
             custom.check_scalar(loss)
             custom.check_differentiable(loss)
             if not holds_server_loss(loss):
@@ -154,7 +153,7 @@ class RemoteHooks(pl.Callback):
         module = self._module
         received, self._received = self._received, module.lm.handle.remote.received
         if module.automatic_optimization and module.lm.handle.requires_grad and received == self._received:
-            with module._dropping():
+            with dropping(module):
                 raise LossWithoutGradient(custom.no_gradient_message())
         module._window_metrics.append(module._batch_metrics)
 
@@ -169,7 +168,7 @@ class RemoteHooks(pl.Callback):
         is_monitored = deferred.are_monitored(trainer, by_step=True)
         deferred.log(wait=is_monitored)
         if is_monitored:
-            group.raise_first(self._module)  # a callback that monitors the metric would only report it missing
+            raise_first(self._module)  # a callback that monitors the metric would only report it missing
         self._show_steps()
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             loggers.flush_csv(trainer)
@@ -227,7 +226,7 @@ class RemoteHooks(pl.Callback):
         """Waits for everything in flight; the session stays, so that the next stage sees the same model."""
         module = self._module
         detach(trainer)
-        for each in group.remotes_of(module):
+        for each in remotes_of(module):
             each.on_step = None
         module.drain()
         if self._steps is not None:
@@ -246,7 +245,7 @@ class RemoteHooks(pl.Callback):
             bar.steps = steps
 
     def _connect(self) -> None:
-        for remote in group.remotes_of(self._module):
+        for remote in remotes_of(self._module):
             remote.while_waiting = self._while_waiting
             remote.on_step = functools.partial(self._on_step, remote)
 

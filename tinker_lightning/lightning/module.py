@@ -25,7 +25,7 @@ from tinker_lightning.losses.batch import target_weights, total_weight
 from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
-from tinker_lightning.remote.lm import RemoteHandle
+from tinker_lightning.remote.lm import RemoteHandle, dropping
 from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon, Schedule, check_schedule, scheduled
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
@@ -225,7 +225,7 @@ class RemoteModule(LoggingModule):
         if not route.needs_logprobs:
             return self._server_loss(data, route, inputs)
         logprobs = self.lm(data)  # of the datums that look-ahead has sent
-        with self._dropping():
+        with dropping(self):
             loss, metrics = composition.evaluate(
                 route.with_inputs(data, inputs) if inputs else data,
                 logprobs,

@@ -16,12 +16,11 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
 from tinker_lightning.client import connect, models
-from tinker_lightning.errors import ClientClosed, InvalidInput, InvalidLoss, NotFound, TinkerLightningError
+from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, TinkerLightningError
 from tinker_lightning.lightning import _compat, hyperparameters
 from tinker_lightning.lightning.checkpoint import files
-from tinker_lightning.remote import group
 from tinker_lightning.remote.calls import tokens_of
-from tinker_lightning.remote.lm import RemoteLM
+from tinker_lightning.remote.lm import RemoteLM, delete_state
 from tinker_lightning.rows.batches import except_datums, prompts_of
 from tinker_lightning.rows.formats import RowFormat
 from tinker_lightning.types import SamplingParams
@@ -165,19 +164,9 @@ class SessionModule(pl.LightningModule):
         copy.seek(0)
         return load(copy, map_location, hparams_file, strict, **kwargs)
 
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Drops the accumulation window if a loss inside the `with` block is rejected."""
-        try:
-            yield
-        except InvalidLoss:
-            for remote in group.remotes_of(self):
-                remote.drop()
-            raise
-
     def delete_state(self, path: str) -> None:
         """Deletes a saved state on the server, if it exists."""
-        group.delete_state(self, path)
+        delete_state(self, path)
 
     def close(self) -> None:
         """Ends the session with the server if this module has opened it."""

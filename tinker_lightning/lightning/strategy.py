@@ -31,7 +31,7 @@ from tinker_lightning.lightning.checkpoint.loaders import (
 from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.session import LAST_WAIT
-from tinker_lightning.remote import group
+from tinker_lightning.remote.lm import delete_state, fresh_states, keep_state, raise_first, settle, wait_for_all
 from tinker_lightning.rows.batches import as_list, count_datums, except_datums
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._snapshot: contents.BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
         self._retention = StateRetention(
-            lambda state: group.delete_state(self._module, state),
+            lambda state: delete_state(self._module, state),
             self._checkpoint_folders,
-            lambda state: group.keep_state(self._module, state),
+            lambda state: keep_state(self._module, state),
         )
 
     @property
@@ -198,7 +198,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
         ttl_seconds = TTL_DAYS * 24 * 3600 if self.release_states else None
-        with group.fresh_states(self._module, ttl_seconds):
+        with fresh_states(self._module, ttl_seconds):
             return super().lightning_module_state_dict()
 
     @override
@@ -297,8 +297,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         loaders: Any = CombinedLoader(self._module.trainer.train_dataloader, "max_size_cycle").flattened
         self._loader_states = [loader.state_dict() for loader in loaders if isinstance(loader, _RESUMED)]
         if not isinstance(self._module, RemoteModule):
-            group.wait_for_all(self._module)
-            group.raise_first(self._module)
+            wait_for_all(self._module)
+            raise_first(self._module)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -308,7 +308,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if isinstance(module, RemoteModule):
             module.settle(LAST_WAIT, exception)
         elif module is not None:
-            group.settle(module, LAST_WAIT, exception)
+            settle(module, LAST_WAIT, exception)
 
     @override
     def teardown(self) -> None:

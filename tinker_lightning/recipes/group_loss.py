@@ -25,6 +25,7 @@ from tinker_lightning.losses.library import TOKEN_COUNTS, is_of_library, unwrap_
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.recipes import rollout_metrics
 from tinker_lightning.recipes.rollout_metrics import ScoredGroup
+from tinker_lightning.remote.lm import dropping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -179,7 +180,7 @@ class GroupLossModule(RemoteModule):
             assert one.sent is not None  # noqa: S101 for the type checker
             one.logprobs = self.lm(one.sent)
         losses, metrics, scores = [], [], []
-        with self._dropping():
+        with dropping(self):
             for one in trained:
                 data = self.with_inputs(one)
                 scores.append(self._score(one, data, one.logprobs))
