@@ -266,18 +266,18 @@ class RemoteHooks(pl.Callback):
 
     def _while_waiting(self) -> None:
         self._check_sigterm()
-        self._show_steps(waits=True)
+        bar = self._trainer.progress_bar_callback
+        if self._steps is not None and isinstance(bar, StepBar):  # which other hooks draw only between batches
+            self._steps.update()
+            bar.draw(self._trainer, waits=True)
 
-    def _show_steps(self, *, waits: bool = False) -> None:
-        """Counts the steps that are finished, for the bar; a bar of the user gets the numbers as metrics."""
+    def _show_steps(self) -> None:
+        """Counts the steps that are finished; a bar of the user gets the numbers as metrics."""
         if self._steps is None:
             return
         self._steps.update()
         bar = self._trainer.progress_bar_callback
-        if isinstance(bar, StepBar):
-            if waits:  # otherwise it is drawn by its own hook, which follows
-                bar.draw(self._trainer, waits=True)
-        elif bar is not None and not waits:
+        if bar is not None and not isinstance(bar, StepBar):  # that one is drawn by its own hook, which follows
             counts = {"steps_done": self._steps.finished, "in_flight": self._steps.in_flight}
             self._trainer.progress_bar_metrics.update(counts)
 
