@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tinker_lightning.server import EmbeddedTrainer
-from tinker_lightning.server.trainer import registry
+from tinker_lightning.server.trainer import registry, scheduler
 from tinker_lightning.server.trainer import trainer as trainer_module
 from tinker_lightning.types import Datum, ModelInput
 from tinker_lightning.types.requests import ForwardBackwardRequest
@@ -296,6 +296,38 @@ def test_finished_models_are_forgotten(api: Api) -> None:
         api.trainer.scheduler.find(f"{session}:finish").future.result(30)
         assert api.post("get_info", {"model_id": model}).status_code == 404
     assert not api.trainer.registry.models()
+
+
+def test_models_of_a_living_session_are_forgotten_with_the_record_of_their_end(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, every request is answered from the record; afterwards none runs, so no number is used twice."""
+    session = api.session()
+    model = api.model(session)
+    api.run("optim_step", api.step(model, 1))
+    failing = {"session_id": session, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 1 << 40}}
+    assert "error" in api.run("create_model", failing)
+    unloaded = api.run("unload_model", {"model_id": model})
+    assert api.run("unload_model", {"model_id": model}) == unloaded
+    assert "metrics" in api.run("optim_step", api.step(model, 1))
+    assert api.model(session) == model  # a repeated request creates nothing
+    assert "it was unloaded" in api.run("optim_step", api.step(model, 2))["error"]
+    assert len(api.trainer.registry.models()) == 2
+    monkeypatch.setattr(scheduler, "MAX_FETCHED", 1)
+    other = api.model(session, 2)  # its result displaces earlier ones
+    assert [each.model_id for each in api.trainer.registry.models()] == [other]
+    assert vars(api.trainer.scheduler)["_queues"].keys() == set()
+    for path, body in (
+        ("optim_step", api.step(model, 3)),
+        ("unload_model", {"model_id": model}),
+        ("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}),
+        ("create_model", failing),
+    ):
+        refused = api.post(path, body)
+        assert refused.status_code == 404
+        assert "it was unloaded, or its creation failed" in refused.json()["detail"]
+    assert "metrics" in api.run("optim_step", api.step(other, 1))
+    assert api.request("GET", f"sessions/{session}").json()["training_run_ids"][0] == model
 
 
 def test_metadata_that_is_nested_too_deep_is_rejected(api: Api) -> None:

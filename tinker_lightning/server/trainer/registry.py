@@ -213,11 +213,15 @@ class Registry:
             return [session for session in self._sessions.values() if self.owner.owns(session.owner)]
 
     def add_model(self, model: Model) -> Model:
-        """Adds a model, or returns the existing one with its id."""
+        """Adds a model, or returns the existing one with its id; raises `NotFound` if that has been forgotten."""
         with self._lock:
+            ids = self._sessions[model.session_id].models
+            if model.model_id in ids and model.model_id not in self._models:
+                model.metadata.forget()
+                raise self._absent(model.model_id)
             kept = self._models.setdefault(model.model_id, model)
             if kept is model:
-                self._sessions[model.session_id].models.append(model.model_id)
+                ids.append(model.model_id)
         if kept is not model:
             model.metadata.forget()
         return kept
@@ -230,12 +234,30 @@ class Registry:
         """Returns the model with this id; raises `NotFound` if there is none."""
         model = self._models.get(model_id)
         if model is None or not self.owns(model_id):
-            session = self._sessions.get(model_id.partition(":")[0])
-            is_freed = session is not None and self.owner.owns(session.owner) and model_id in session.models
-            fix = "it was unloaded when its session was finished" if is_freed else "call create_model first"
-            raise NotFound(f"model_id: there is no model {model_id!r}; {fix}")
+            raise self._absent(model_id)
         self.see(model_id)
         return model
+
+    def _absent(self, model_id: str) -> NotFound:
+        session = self._sessions.get(model_id.partition(":")[0])
+        fix = "call create_model first"
+        if session is not None and self.owner.owns(session.owner) and model_id in session.models:
+            fix = "it was unloaded, or its creation failed. Create another, with the next model_seq_id."
+            if session.finished:
+                fix = "it was unloaded when its session was finished"
+        return NotFound(f"model_id: there is no model {model_id!r}; {fix}")
+
+    def forget_model(self, job: Job) -> str | None:
+        """Removes the model that a job has unloaded or failed to create, when that is forgotten; returns its id."""
+        model_id, _, name = job.request_id.rpartition(":")
+        if name != "unload" and (name != "create" or job.future.exception() is None):
+            return None
+        with self._lock:
+            model = self._models.pop(model_id, None)
+        if model is None:
+            return None
+        model.unload()
+        return model_id
 
     def see(self, object_id: str) -> None:
         """Records that a client uses an object, whose id begins with the id of its session."""

@@ -69,6 +69,8 @@ class Scheduler:
     finished_retention: float = FINISHED_RETENTION
     memory: MemoryBudget | None = None
     key_of: Callable[[str | None], str | None] = lambda _: None  # the API key that a session belongs to
+    # Called with each job that is dropped; returns the model, which is the name of its queue, that ended with it.
+    forget_model: Callable[[Job], str | None] = lambda _: None
 
     def __post_init__(self) -> None:
         self._fetched: dict[str | None, dict[str, None]] = {}  # request ids by owner, oldest first
@@ -333,4 +335,7 @@ class Scheduler:
             fetched.pop(job.request_id, None)
             if not fetched:
                 self._fetched.pop(job.owner, None)
+            queue = self.forget_model(job)
+            if queue in self._queues and not self._queues[queue].waiting:
+                del self._queues[queue]
         job.release()

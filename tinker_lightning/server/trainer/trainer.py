@@ -90,7 +90,9 @@ class EmbeddedTrainer:
         folder = Path(data_dir or default_data_dir()).expanduser().absolute()
         self.store = CheckpointStore(folder / "checkpoints", disk_limit)
         self.registry = self._all = Registry(memory)
-        self.scheduler = Scheduler(gap_timeout, memory=memory, key_of=self.registry.owner_of)
+        self.scheduler = Scheduler(
+            gap_timeout, memory=memory, key_of=self.registry.owner_of, forget_model=self.registry.forget_model
+        )
         self.losses = LossRegistry(allow_pickled_losses, memory)
         self.retained = RetainedForwards(memory)
         self.sampling = Sampling(self.registry, self.catalog, self.store, self.scheduler, memory, sampling_seed)
