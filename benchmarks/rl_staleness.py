@@ -113,7 +113,7 @@ class Simulated:
     optimizer_kind = "adamw"
     retains = True
     can_expire = False
-    server = "simulated"
+    server = storage = "simulated"
     dialect = dialect_named("embedded")
 
     def __init__(self, times: Times) -> None:

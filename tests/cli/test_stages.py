@@ -177,6 +177,23 @@ def games(count):
 CALL = {"class_path": "own_games.games", "init_args": {"count": 2}}
 
 
+REWARDS = ["own_rewards.length", ["own_rewards.length", "own_rewards.dots"], {"long": "own_rewards.length"}]
+
+
+@pytest.mark.parametrize("rewards", mostly_soak(REWARDS, but=REWARDS[1:2]))
+def test_the_printed_configuration_of_rewards_can_be_read_again(
+    rewards: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    Path("own_rewards.py").write_text("def length(text): return len(text)\ndef dots(text): return text.count('.')\n")
+    own = config("GRPO")
+    own["data"] = {"class_path": "RolloutData", "init_args": {"train": ["Hello."], "rewards": rewards}}
+    with pytest.raises(SystemExit):
+        run("fit", own, "--print_config")
+    options = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
+    assert (options["train"], options["rewards"]) == (["Hello."], rewards)
+
+
 @pytest.mark.parametrize(
     "environments",
     mostly_soak([[{**GUESS, "init_args": {"secret": i}} for i in (3, 7)], CALL], but=[CALL]),
@@ -289,7 +306,6 @@ VALID: list[tuple[Any, list[str]]] = [
     ({"model": USER_CLASS, "data": {"class_path": "Known", "init_args": {"x": 1}}}, []),  # own_recipe may have it
     ({"model": "Known", "data": {"class_path": "RolloutData", "init_args": {"rewards": "own_recipe.reward"}}}, []),
     ({"model": {"class_path": "SFT", "init_args": {"beta": 1}}}, ["--model", "DPO"]),
-    ({"model": {"class_path": "SFT", "init_args": {"lora_alpha": 16}}}, []),  # for which there is advice
     ({"model": {"class_path": "SFT"}}, ["--model.class_path=DPO", "--model.beta", "0.1"]),
     ({"model": {"init_args": {"beta": 1}}, "trainer": {"logger": True}}, ["--model=DPO", "--trainer.logger=false"]),
     ({"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"x": 1}}}}, ["--trainer.logger=WandbLogger"]),

@@ -214,7 +214,7 @@ def test_each_stage_may_have_a_trainer_of_its_own(trainer: EmbeddedTrainer, url:
         for strategy in ("tinker", "auto"):
             quiet(strategy=strategy, accelerator="cpu", max_epochs=2).fit(module, loader())
             assert_sees(quiet(), module, Judge(trainer, module.export_adapter(tmp_path / strategy)))
-    assert len(trainer.registry.models()) == 1
+        assert len(trainer.registry.models()) == 1
 
 
 def test_a_fit_that_has_ended_does_not_hold_ctrl_c_at_later_steps(service: ServiceClient) -> None:

@@ -16,6 +16,7 @@ import tinker_lightning.lossgraph
 from tests.helpers import damaged_graphs
 from tests.helpers.damaged_graphs import Fuzzer, fuzz, is_import_by_torch, memory
 from tests.helpers.fuzzing import LONG
+from tinker_lightning import errors
 from tinker_lightning.errors import InvalidLoss
 from tinker_lightning.lossgraph.graph_loss import GraphLoss
 
@@ -69,4 +70,4 @@ def test_nothing_but_torch_and_the_runner_runs() -> None:  # R3.7
             sys.setprofile(None)
             gc.enable()
     assert ran > 3
-    assert set(places) <= {__file__, damaged_graphs.__file__}
+    assert set(places) <= {__file__, damaged_graphs.__file__, errors.__file__}

@@ -163,7 +163,7 @@ class _CommandLine(LightningCLI):
 
 # Lines and warnings of other packages that are about this machine, or advertise.
 _ADVICE = re.compile(r"💡 Tip|[GTHI]PU available: ")
-_WARNED = (".*does not have many workers", ".*smaller than the logging interval", r"\s*Unable to serialize instance")
+_WARNED = (".*does not have many workers", ".*smaller than the logging interval")
 
 
 class LineHandler(logging.Handler):

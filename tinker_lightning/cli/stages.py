@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli import wording
-from tinker_lightning.errors import InvalidInput, TinkerLightningError, did_you_mean
+from tinker_lightning.errors import InvalidInput, TinkerLightningError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 _STAGES = {
     "fit": ("train a model", "Trains a model, and validates it if there is validation data."),
@@ -224,10 +224,9 @@ def _specs(given: list[tuple[str, str]], contents: list[Mapping[Any, Any]]) -> I
                 yield key, spec
 
 
-def _unknown(names: Iterable[Any], known: Collection[str]) -> str | None:
-    """Returns the first name that is not known, but like one that is; for others the parser may have better advice."""
-    unknown = (name for name in names if isinstance(name, str) and "." not in name and name not in known)
-    return next((name for name in unknown if did_you_mean(name, known)), None)
+def _unknown(names: Iterable[Any], known: Iterable[str]) -> str | None:
+    """Returns the first name that is not known; names with dots, for the parser, are left out."""
+    return next((name for name in names if isinstance(name, str) and "." not in name and name not in {*known}), None)
 
 
 def _check_class(key: str, class_path: str) -> None:

@@ -208,6 +208,10 @@ class TinkerFuture(Generic[T]):
         def settle(_: object) -> None:
             handed, change = unsettled.pop()
             if handed.set_running_or_notify_cancel():
+                # Not raised here: its traceback would keep this frame, and with it all callers and the client.
+                if (error := self._failure()) is not None:
+                    handed.set_exception(error)
+                    return
                 try:
                     handed.set_result(change(self._result()))
                 except BaseException as error:
@@ -246,8 +250,14 @@ class TinkerFuture(Generic[T]):
 
     def _result(self) -> T:
         if self._source.cancelled():
-            raise ClientClosed(f"{self.operation}: the client was closed before the result arrived")
+            raise self._closed()
         return self._source.result()
+
+    def _failure(self) -> BaseException | None:
+        return self._closed() if self._source.cancelled() else self._source.exception()
+
+    def _closed(self) -> ClientClosed:
+        return ClientClosed(f"{self.operation}: the client was closed before the result arrived")
 
 
 class _StandardFuture(concurrent.futures.Future[T]):

@@ -18,6 +18,7 @@ from tinker import types
 from tinker.cli.__main__ import main_cli
 
 from tests.helpers.reference import autograd, gathered
+from tinker_lightning.errors import NotFound
 from tinker_lightning.server import EmbeddedTrainer, create_app
 from tinker_lightning.server.trainer.scheduler import POLLED_GAP_TIMEOUT
 
@@ -344,7 +345,8 @@ def test_closing_a_client_finishes_its_session_and_frees_its_models(
         assert [session.finished for session in trainer.registry.sessions()] == [True]
         (session,) = trainer.registry.sessions()
         trainer.scheduler.find(f"{session.session_id}:finish").future.result(30)
-        assert trainer.registry.model(str(model.model_id)).adapter is None
+        with pytest.raises(NotFound):
+            trainer.registry.model(str(model.model_id))
         trainer.closing.announce()
 
 
