@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tinker_lightning.errors import InvalidMessage, MessageTooLarge
-from tinker_lightning.wire import compression
+from tinker_lightning.wire import compression, protobuf
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -138,6 +138,19 @@ def may_succeed_later(response: httpx.Response) -> bool:
 def is_final_conflict(response: httpx.Response) -> bool:
     """Returns whether a 409 stays one: a name that is taken, or a number that the server does not expect."""
     return any(words in response.text.lower() for words in ("already exists", "sequence conflict"))
+
+
+def pending(response: httpx.Response) -> dict[str, Any] | None:
+    """Returns the message of an answer that asks to poll again; None for a result."""
+    if protobuf.CONTENT_TYPE in response.headers.get("content-type", ""):
+        return None
+    message = json_body(response) or {}
+    return message if response.status_code == 408 or message.get("type") == "try_again" else None
+
+
+def is_receipt(response: httpx.Response) -> bool:
+    """Returns whether a 408 confirms the submission, instead of being a timeout of a proxy in between."""
+    return response.status_code == 408 and bool((pending(response) or {}).get("request_id"))
 
 
 def detail_of(body: dict[str, Any] | None) -> str:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import httpx
 
+from tinker_lightning.client.transport.answers import is_receipt, pending
 from tinker_lightning.client.transport.recording import OperationRecord
 from tinker_lightning.errors import (
     AnswerLost,
     InvalidInput,
     InvalidMessage,
+    NotATinkerServer,
     NotFound,
     NotRetained,
     OperationFailed,
@@ -61,6 +63,8 @@ _METRICS = {
 _POLL_SECONDS = 1.0
 # How many answers of 500 to a poll are taken for a passing fault.
 _BROKEN_POLLS = 3
+# How often the server is asked for a result that arrives damaged, and the pause before, which grows.
+_DAMAGED_RESULTS, _DAMAGED_SECONDS = 5, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +177,20 @@ async def perform(
         finally:
             if on_submitted is not None:
                 on_submitted(taken)
-        request_id = response.headers.get(REQUEST_ID_HEADER, "")
-        if not session.extensions.submit_and_wait or response.status_code == 408:
-            receipt = session.connection.json(response)
-            request_id, sequence_ids = str(receipt.get("request_id") or ""), receipt.get("sample_sequence_ids")
-            response = await _fetch(session, operation, request_id)
-        result = _decode(session, operation, response)
+        for damaged in range(1, _DAMAGED_RESULTS + 1):
+            request_id = response.headers.get(REQUEST_ID_HEADER, "")
+            try:
+                if not session.extensions.submit_and_wait or response.status_code == 408:
+                    receipt = session.connection.json(response)
+                    request_id, sequence_ids = str(receipt.get("request_id") or ""), receipt.get("sample_sequence_ids")
+                    response = await _fetch(session, operation, request_id)
+                result = _decode(session, operation, response)
+                break
+            except NotATinkerServer:
+                if damaged == _DAMAGED_RESULTS or not session.dialect.deduplicates:
+                    raise
+                await asyncio.sleep(damaged * _DAMAGED_SECONDS)
+                response = await _submit(session, operation)  # answered from the record
         return _with_sequence_ids(result, sequence_ids, request_id) if isinstance(result, SampleResponse) else result
     except TinkerLightningError as error:
         # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
@@ -236,7 +248,7 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
         body = compression.compress(body)
         headers["Content-Encoding"] = "zstd"
     prefix = "/ext/v1/" if wait else "/api/v1/"
-    accept = _is_receipt if wait else None
+    accept = is_receipt if wait else None
     return await session.connection.send(
         "POST",
         prefix + operation.endpoint,
@@ -308,13 +320,13 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
                 )
             await asyncio.sleep(broken * _POLL_SECONDS)
             continue
-        pending = _pending(response)
-        if pending is None:
+        message = pending(response)
+        if message is None:
             session.connection.status_log.show(subject, "active")
             return response
-        state = str(pending.get("queue_state") or "active")
+        state = str(message.get("queue_state") or "active")
         state = state if state == "active" else f"the server's queue is {state}"
-        session.connection.status_log.show(subject, state, str(pending.get("queue_state_reason") or ""))
+        session.connection.status_log.show(subject, state, str(message.get("queue_state_reason") or ""))
         if time.monotonic() - asked < _POLL_SECONDS:
             await asyncio.sleep(quick)
             quick = min(2 * quick, _POLL_SECONDS)
@@ -364,28 +376,12 @@ def _defect(session: Session, operation: Operation[Any], output: ForwardBackward
     return None
 
 
-def _pending(response: httpx.Response) -> dict[str, Any] | None:
-    """Returns the message of an answer that asks to poll again; None for a result."""
-    if PROTOBUF in response.headers.get("content-type", ""):
-        return None
-    try:
-        message = wire_json.loads(response.content)
-    except InvalidMessage:
-        message = {}
-    return message if response.status_code == 408 or message.get("type") == "try_again" else None
-
-
 def _is_expected(response: httpx.Response) -> bool:
     return response.status_code in (408, 410)
 
 
 def _is_expected_or_broken(response: httpx.Response) -> bool:
     return response.status_code in (408, 410, 500)
-
-
-def _is_receipt(response: httpx.Response) -> bool:
-    """Whether a 408 confirms the submission, instead of being a timeout of a proxy in between."""
-    return response.status_code == 408 and bool((_pending(response) or {}).get("request_id"))
 
 
 def _failure(message: dict[str, Any]) -> TinkerLightningError:
