@@ -277,6 +277,45 @@ def test_a_mistake_in_a_file_is_one_message(
         stages.check_names("fit", ["--config", "run.yaml", *quiet])
 
 
+# 59,049 values: enough to be seen, and not so many that a parser that takes them never ends.
+LEVELS = ["a: &a [1, 2, 3]", *(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcd", "bcde", strict=True))]
+MERGED = ["a: &a {k: 1}", *(f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 99)}]}}" for a, b in ("ab", "bc"))]
+BOMBS = {
+    "\n".join(LEVELS): 'aliases repeat more than 10000 values; write less of it by aliases in "run.yaml", line 5',
+    "\n".join(MERGED): 'aliases repeat more than 10000 values; write less of it by aliases in "run.yaml", line 3',
+    "a: &a [*a]": 'aliases repeat more than 10000 values; write less of it by aliases in "run.yaml", line 1, column 8',
+    "a: " + 200 * "[" + 200 * "]": 'values are nested more than 100 deep in "run.yaml", line 1, column 103',
+}
+
+
+@pytest.mark.parametrize("content", BOMBS, ids=["lists", "merged", "endless", "nested"])
+def test_yaml_that_stands_for_more_than_a_parser_can_take_is_rejected(
+    content: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = f"tinker-lightning: --config is not valid YAML: {BOMBS[content]}"
+    assert run("fit", content) == 2  # by the parser, because this process has imported Lightning
+    assert capsys.readouterr().err.startswith(expected)
+    with pytest.raises(InvalidInput) as raised:
+        stages.check_names("fit", ["--config", "run.yaml"])
+    assert f"tinker-lightning: {raised.value}".startswith(expected)
+    Path("part.yaml").write_text(content)
+    assert run("fit", "model: part.yaml") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tinker-lightning: model: Invalid content in sub-config file part.yaml: ")
+    assert BOMBS[content].partition(" in ")[0] in said
+
+
+def test_a_file_may_use_aliases(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "{train: &rows rows.jsonl, validation: *rows, batch_size: 2}"
+    options = "{<<: &options {model: tiny, rank: 4}, seed: &seed 3}"
+    content = f"model: {{class_path: SFT, init_args: {options}}}\ndata: {{class_path: ChatData, init_args: {rows}}}"
+    with pytest.raises(SystemExit):
+        run("fit", f"{content}\nseed_everything: *seed", "--print_config")
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["init_args"]["validation"] == "rows.jsonl"
+    assert (printed["model"]["init_args"]["rank"], printed["seed_everything"]) == (4, 3)
+
+
 def test_mistakes_in_names_are_found_before_torch_is_imported(folder: Path) -> None:
     Path("run.yaml").write_text("model: {class_path: SFT, init_args: {modle: tiny}}")
     script = "import sys; from tinker_lightning import cli; code = cli.main(['fit', '--config', 'run.yaml']); "

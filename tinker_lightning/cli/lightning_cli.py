@@ -316,4 +316,4 @@ def _plain(text: str) -> str:
     """Returns a message on one line, with types as they are written in code."""
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"(?:typing\.)?Literal\[([^]]*)\]", r"one of \1", text).replace("Expected a ", "expected ")
-    return re.sub(r"\s+", " ", text.replace("Parser key ", "")).strip()
+    return re.sub(r"\s+", " ", text.replace("Parser key ", "").replace(' in "<unicode string>",', " at")).strip()

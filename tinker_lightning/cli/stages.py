@@ -7,6 +7,8 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import io
+import math
 import os
 import pickle
 import re
@@ -89,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         import jsonargparse
         import lightning.pytorch.cli  # noqa: F401 which raises if an extra of jsonargparse is missing
+        import yaml  # type: ignore[import-untyped]
     except ImportError as error:
         raise InvalidInput(
             f"tinker-lightning {options.stage} needs jsonargparse. Install it with: python -m pip install "
@@ -100,6 +103,14 @@ def run(options: argparse.Namespace) -> int:
     from tinker_lightning.cli.lightning_cli import run_stage
 
     with contextlib.ExitStack() as stack:
+        load, errors = jsonargparse.get_loader("yaml"), (yaml.YAMLError,)
+
+        def load_checked(text: str, path: object = "") -> Any:
+            check_yaml(text, str(path))
+            return load(text)
+
+        jsonargparse.set_loader("yaml", load_checked, errors)
+        stack.callback(jsonargparse.set_loader, "yaml", load, errors)
         try:
             run_stage(options.stage, options.rest, stack)
         except jsonargparse.ArgumentError as error:
@@ -126,6 +137,8 @@ _PACKAGES = {
     "trainer.logger": ("lightning/pytorch/loggers",),
 }
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
+# The most values that the aliases of a YAML file may repeat, and the levels of its lists and mappings.
+_ALIASED, _DEPTH = 10_000, 100
 _CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 
 
@@ -187,13 +200,14 @@ def _imports(value: Any) -> bool:
 
 def _contents(value: str) -> Iterator[Mapping[Any, Any]]:
     """Yields the mapping of a `--config`: a file, or YAML itself."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     is_file = os.path.isfile(value)
     try:
         text = Path(value).read_text(encoding="utf-8") if is_file else value
+        check_yaml(text, value if is_file else "")
         content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 a safe loader
-    except (yaml.parser.ParserError, yaml.scanner.ScannerError) as error:
+    except yaml.MarkedYAMLError as error:
         if is_file:
             raise InvalidInput(wording.not_yaml(str(error))) from error
     except (yaml.YAMLError, OSError, UnicodeDecodeError):
@@ -203,6 +217,37 @@ def _contents(value: str) -> Iterator[Mapping[Any, Any]]:
             raise InvalidInput(f"--config: there is no file {os.path.abspath(value)}")
         if isinstance(content, Mapping):
             yield content
+
+
+def check_yaml(text: str, file: str = "") -> None:
+    """Raises `yaml.MarkedYAMLError`, which names the file, for invalid YAML and for more than a parser can take.
+
+    A few lines of aliases can stand for billions of values, and the C parser crashes where lists are nested deep.
+    """
+    import yaml
+
+    stream = io.StringIO(text)
+    stream.name = file or "<unicode string>"  # read by PyYAML
+    sizes: dict[str | None, float] = {}  # how many values each anchor stands for
+    opened: list[tuple[str | None, float]] = []  # the anchors of open lists and mappings, and the values before them
+    total = 0.0
+    for count, event in enumerate(yaml.parse(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = total - before
+        elif isinstance(event, yaml.AliasEvent):
+            total += sizes.get(event.anchor, 0)
+        elif isinstance(event, yaml.NodeEvent):
+            sizes[event.anchor] = 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                sizes[event.anchor] = math.inf  # for an alias inside of what it stands for
+                opened.append((event.anchor, total))
+            total += 1
+        problem = f"values are nested more than {_DEPTH} deep" if len(opened) > _DEPTH else ""
+        if total > count + _ALIASED:
+            problem = f"aliases repeat more than {_ALIASED} values; write less of it by aliases"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 def _specs(given: list[tuple[str, str]], contents: list[Mapping[Any, Any]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
