@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.transport.recording import Recording
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
     from tinker_lightning.types.params import OptimParams
+    from tinker_lightning.types.responses import Checkpoint
 
 
 @runtime_checkable
@@ -112,14 +113,19 @@ class TrainingBackend(Protocol):
     def optim_step(self, optim_params: Any = None) -> Any:
         """Takes a step on the accumulated gradient; the result is an `OptimStepResponse`."""
 
-    def save_state(self, name: str, ttl_seconds: int | None = None) -> Any:
-        """Saves weights and optimizer state; the result has the `path`. `ttl_seconds` is given if `can_expire`."""
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, *, user_metadata: dict[str, str] | None = None
+    ) -> Any:
+        """Saves weights and optimizer state; the result has the `path`. Options are given if `can_expire`."""
 
     def load_state_with_optimizer(self, path: str) -> Any:
         """Loads saved weights and optimizer state."""
 
     def checkpoint_exists(self, path: str) -> bool:
         """Returns whether a saved state exists."""
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Returns everything that the user has saved on the server; called if `can_expire`."""
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes a saved state."""

@@ -28,7 +28,7 @@ from tinker_lightning.types import (
 )
 from tinker_lightning.types import requests as rq
 from tinker_lightning.types.params import OPTIMIZERS, optimizer_kind, to_optim_params
-from tinker_lightning.types.responses import SaveWeightsExternalResponse
+from tinker_lightning.types.responses import Checkpoint, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,6 +252,10 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
     def checkpoint_exists(self, path: str) -> bool:
         """Returns whether the checkpoint at a `tinker://` path, of this model or another, exists."""
         return self._channel.wait(checkpoints.exists(self._channel.session.connection, path))
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Returns everything that the user has saved on the server, also by other models."""
+        return self._channel.wait(checkpoints.listing(self._channel.session.connection))
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes the checkpoint at a `tinker://` path, of this model or another."""

@@ -28,10 +28,10 @@ from tinker_lightning.lightning.checkpoint.loaders import (
     restore_rng,
     seeded_rng,
 )
-from tinker_lightning.lightning.checkpoint.retention import TTL_DAYS, StateRetention
+from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.module import RemoteModule
 from tinker_lightning.lightning.session import LAST_WAIT
-from tinker_lightning.remote.lm import delete_state, fresh_states, keep_state, raise_first, settle, wait_for_all
+from tinker_lightning.remote.lm import fresh_states, raise_first, settle, wait_for_all
 from tinker_lightning.rows.batches import as_list, count_datums, except_datums
 
 if TYPE_CHECKING:
@@ -88,11 +88,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._depth = 0  # 1 during training, 2 if a callback searches for a learning rate meanwhile
         self._snapshot: contents.BatchSnapshot | None = None
         self._loader_states: list[dict[str, Any]] | None = None  # the position in the loaders when training ended
-        self._retention = StateRetention(
-            lambda state: delete_state(self._module, state),
-            self._checkpoint_folders,
-            lambda state: keep_state(self._module, state),
-        )
+        self._retention = StateRetention.of_module(lambda: self._module, self._checkpoint_folders)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -119,6 +115,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Keeps local parameters on the CPU, even if Lightning has detected a GPU."""
         checks.check_processes(self._module.trainer)
+        self._retention.watch(self._module.trainer)
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = "cpu"
         _compat.keep_datums(self.precision_plugin)
@@ -165,6 +162,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._ahead = LookAhead()
         self._loader_states = None
         self._depth += 1
+        self._retention.adopt_loaded()
         resume, self._resume = self._resume, None
         if resume is None:
             return
@@ -197,8 +195,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
-        ttl_seconds = TTL_DAYS * 24 * 3600 if self.release_states else None
-        with fresh_states(self._module, ttl_seconds):
+        with fresh_states(self._module, **(self._retention.save_options() if self.release_states else {})):
             return super().lightning_module_state_dict()
 
     @override
@@ -214,7 +211,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if trainer is not None:
             self._add_position(checkpoint, trainer)
         new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
-        old = self._retention.states_of(filepath) if self.release_states else frozenset()
+        old = self._retention.before_save(filepath) if self.release_states else frozenset()
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         except BaseException:
@@ -271,6 +268,8 @@ class TinkerStrategy(SingleDeviceStrategy):
                 raise
             raise files.unreadable(checkpoint_path, error) from error
         module, trainer = self._module, self._trainer
+        if self.release_states and not self._depth:
+            self._retention.loaded = checkpoint_path
         # A search for a learning rate in the middle of a fit restores the loops itself.
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not self._depth:
             self._resume = None
@@ -304,6 +303,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Waits a few seconds for requests in flight and logs them, before loggers write their files."""
         super().on_exception(exception)
+        self._retention.loaded = None  # if its state could not be loaded, no other request may wait for the server
         module = self.lightning_module
         if isinstance(module, RemoteModule):
             module.settle(LAST_WAIT, exception)
@@ -321,8 +321,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resume = None
         super().teardown()
-        self._retention.keep()
-        self._retention.release(all_written=True)
+        self._retention.finish()
 
 
 class LookAhead:

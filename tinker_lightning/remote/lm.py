@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from tinker_lightning.client.backend import TrainingBackend
+    from tinker_lightning.types.responses import Checkpoint
 
 # The names of functions and methods, without the underscores of operators and in-place variants.
 _SUMS = "add iadd isub mean neg negative pos positive radd rsub sub subtract sum"
@@ -338,19 +339,19 @@ def dropping(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def fresh_states(module: nn.Module, ttl_seconds: int | None = None) -> Iterator[None]:
+def fresh_states(module: nn.Module, **options: Any) -> Iterator[None]:
     """Makes saves inside the `with` block create new states, which no state dict outside of it names.
 
-    Where the server supports it, they expire after `ttl_seconds`, unless `keep_state` keeps them.
+    On servers where states can expire, they are saved with the `options` of `TrainingBackend.save_state`.
     """
     shared = [(remote, remote.saved) for remote in remotes_of(module)]
     for remote, _ in shared:
-        remote.saved, remote.ttl_seconds = None, ttl_seconds
+        remote.saved, remote.save_options = None, options
     try:
         yield
     finally:
         for remote, saved in shared:
-            remote.saved, remote.ttl_seconds = saved, None
+            remote.saved, remote.save_options = saved, {}
 
 
 def delete_state(module: nn.Module, path: str) -> None:
@@ -368,18 +369,23 @@ def delete_state(module: nn.Module, path: str) -> None:
         raise failures[0]
 
 
-def keep_state(module: nn.Module, path: str) -> None:
-    """Makes the server that holds a state keep it until it is deleted; does nothing where states do not expire."""
+def set_expiry(module: nn.Module, path: str, ttl_seconds: int | None) -> None:
+    """Sets when the server that holds a state deletes it; None means never. Does nothing where states do not expire."""
     failures: list[Exception] = []
     for backend in (each for each in _backends_of(module) if each.can_expire):
         try:
-            backend.set_checkpoint_ttl(path, None)
+            backend.set_checkpoint_ttl(path, ttl_seconds)
         except Exception as error:  # another backend may hold it
             failures.append(error)
         else:
             return
     if failures:
         raise failures[0]
+
+
+def list_states(module: nn.Module) -> list[Checkpoint]:
+    """Returns what the user has saved on the servers where states can expire."""
+    return [each for backend in _backends_of(module) if backend.can_expire for each in backend.list_checkpoints()]
 
 
 def _backends_of(module: nn.Module) -> Iterable[TrainingBackend]:

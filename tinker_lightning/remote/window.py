@@ -85,7 +85,7 @@ class RemoteModel:
         # Replaces loading by the backend, which may not exist yet.
         self.load_state: Callable[[SavedState], None] | None = None
         self.saved: SavedState | None = None  # a saved state of the current weights, shared by state dicts
-        self.ttl_seconds: int | None = None  # after which the server deletes what is saved, if it can
+        self.save_options: dict[str, Any] = {}  # of what is saved, where the server lets it expire
         self._was_loaded = False
         self.optimizer_kind: str | None = None  # the optimizer that steps the model, by the protocol's name
         self.given = backend  # the backend, or what creates it
@@ -265,9 +265,9 @@ class RemoteModel:
         if self.saved is None:
             self.wait_for_all()  # otherwise the state could silently miss a failed step
             self.unread.raise_first(_SETTLE_SECONDS)
-            expiry = {"ttl_seconds": self.ttl_seconds} if self.ttl_seconds and self.backend.can_expire else {}
+            options = self.save_options if self.save_options and self.backend.can_expire else {}
             name = f"step-{self.steps:06d}-{uuid.uuid4().hex[:8]}"
-            path = self.wait(self.backend.save_state(name, **expiry)).path
+            path = self.wait(self.backend.save_state(name, **options)).path
             info = self.backend.get_info()
             self.saved = SavedState(path, info.model_data.model_name, info.lora_rank, self.steps, self.backend.storage)
         return self.saved

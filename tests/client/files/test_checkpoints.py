@@ -12,6 +12,7 @@ from starlette.routing import Mount, Route
 
 from tests.helpers.backends import QUICK, recording
 from tinker_lightning.client import ServiceClient
+from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
@@ -63,6 +64,16 @@ def test_a_checkpoint_expires_unless_it_is_kept_after_all(backend: Backend) -> N
     assert summary.expires_at is None
     with pytest.raises(NotFound):
         model.set_checkpoint_ttl(f"{path}s", None)
+
+
+def test_all_pages_of_a_listing_are_read(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "PAGE", 2)
+    model = backend.model()
+    paths = {model.save_state(f"{i}", 3600, user_metadata={"number": f"{i}"}).result().path for i in range(5)}
+    listed = {each.tinker_path: each for each in model.list_checkpoints()}
+    assert paths <= listed.keys()
+    assert {(listed[path].user_metadata or {})["number"] for path in paths} == set("01234")
+    assert all(listed[path].expires_at is not None for path in paths)
 
 
 def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> None:

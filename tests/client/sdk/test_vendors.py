@@ -204,6 +204,8 @@ def test_a_vendors_client_says_what_it_cannot_do(way: Backend) -> None:  # R5.8
     assert not model.can_expire
     with pytest.raises(Unsupported, match="Together does not change when a checkpoint expires"):
         model.set_checkpoint_ttl(path, None)
+    with pytest.raises(Unsupported, match="Together does not list checkpoints"):
+        model.list_checkpoints()
     settings: dict[str, Any] = {"user_metadata": {"a": "b"}}
     with pytest.raises(Unsupported, match="save_state of this client has no user_metadata"):
         model.save_state("there", **settings).result()

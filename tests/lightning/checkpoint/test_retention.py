@@ -28,6 +28,7 @@ from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -374,6 +375,86 @@ def test_a_state_expires_until_its_file_is_written(
     assert server.expiring() == [False, False]
 
 
+def expire(server: Server, *files: Path) -> None:
+    """Lets the states of files expire, as if their run had been killed before it could keep them."""
+    for file in files:
+        server.trainer.store.set_ttl(TinkerPath.parse(state_in(file)), 3600)
+
+
+def test_states_of_files_that_a_resumed_run_finds_are_kept(resumed: Server) -> None:
+    folders = [resumed.folder / "a", resumed.folder / "b"]
+    callbacks: list[Any] = [{"save_last": True, "every_n_train_steps": 4, "save_top_k": -1}, {"monitor": "val_loss"}]
+
+    def saves() -> list[ModelCheckpoint]:
+        return [ModelCheckpoint(each, "{step}", **given) for each, given in zip(folders, callbacks, strict=True)]
+
+    resumed.fit(*saves())
+    last = folders[0] / "last.ckpt"
+    expire(resumed, *resumed.folder.rglob("*.ckpt"))
+    assert resumed.expiring() == [True] * 4
+    resumed.fit(*saves(), resume=str(last))  # there is nothing left to train
+    assert resumed.expiring() == [False] * 4
+    expire(resumed, last, *folders[1].iterdir())
+    resumed.fit(*saves(), resume=str(last), max_steps=9, max_epochs=3)
+    assert not any(resumed.expiring())
+
+
+def test_states_of_files_are_kept_by_another_run_that_loads_them_or_saves_next_to_them(server: Server) -> None:
+    trainer = server.fit()
+    for name in ("a.ckpt", "b.ckpt", "c.pt"):
+        trainer.save_checkpoint(server.folder / name)
+    expire(server, *server.folder.iterdir())
+    server.fit().save_checkpoint(server.folder / "d.ckpt")
+    assert server.expiring() == [False] * 4
+    kept = server.folder / "kept"
+    kept.mkdir()
+    (server.folder / "a.ckpt").rename(kept / "a.ckpt")
+    expire(server, kept / "a.ckpt")
+    quiet().validate(new(server.service, RemoteModule), loader(count=2), ckpt_path=str(kept / "a.ckpt"), verbose=False)
+    assert server.expiring() == [False] * 4
+
+
+def test_what_a_killed_run_has_left_expires_when_it_is_resumed(
+    resumed: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """States whose files are gone, as after a kill between the removal of a file and that of its state."""
+    module: Any = resumed.fit().lightning_module
+    strangers = {module.lm.save()}  # which belongs to no file
+    for folder in (resumed.folder / "a", resumed.folder / "b"):  # the first is of another run
+        trainer = resumed.fit()
+        for name in ("gone.ckpt", "gone.pt", "moved.ckpt", "last.ckpt"):
+            trainer.save_checkpoint(folder / name)
+    trainer.save_checkpoint(resumed.folder / "c" / "gone.ckpt")  # another folder
+    left = {state_in(folder / name) for name in ("gone.ckpt", "gone.pt", "moved.ckpt")}
+    strangers |= set(resumed.states()) - left
+    for file in resumed.folder.rglob("gone*"):
+        file.unlink()
+    (folder / "moved.ckpt").rename(resumed.folder / "moved.ckpt")
+    (folder / "broken.ckpt").write_bytes(b"half a fi")
+    resumed.fit(resume=str(folder / "last.ckpt"), max_steps=9, max_epochs=3)
+    assert not any(resumed.expiring())  # because broken.ckpt may name any of them
+    (folder / "broken.ckpt").unlink()
+    resumed.fit(resume=str(folder / "last.ckpt"), max_steps=9, max_epochs=3)
+    listed = resumed.trainer.store.listing()
+    assert {each.tinker_path for each in listed if each.expires_at is not None} == left
+    assert strangers <= {each.tinker_path for each in listed}
+    logged = [record.getMessage() for record in caplog.records if "is not named by any" in record.getMessage()]
+    assert len(logged) == len(left)
+    assert all(f"in file://{folder} and expires in 7 days" in each for each in logged)
+    resumed.fit(resume=str(resumed.folder / "moved.ckpt"), max_steps=9, max_epochs=3)
+    left.discard(state_in(resumed.folder / "moved.ckpt"))
+    assert {each.tinker_path for each in resumed.trainer.store.listing() if each.expires_at is not None} == left
+
+
+def test_a_listing_that_fails_is_a_warning(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.fit().save_checkpoint(server.folder / "a.ckpt")
+    monkeypatch.setattr(checkpoints, "listing", failing)
+    assert server.fit(resume=str(server.folder / "a.ckpt"), max_epochs=3).global_step == 12
+    assert f"states of checkpoint files in ['file://{server.folder}'] expire: the disk is read-only" in caplog.text
+
+
 def test_states_never_expire_where_the_server_or_the_user_does_not_want_it(server: Server) -> None:
     without = EMBEDDED.but(newer_fields=EMBEDDED.newer_fields - {"ttl.ttl_seconds"})
     transport = httpx.ASGITransport(create_app(server.trainer))
@@ -382,6 +463,7 @@ def test_states_never_expire_where_the_server_or_the_user_does_not_want_it(serve
             server.service = own
             strategy = TinkerStrategy(release_states=keeps, checkpoint_io=(files := Expiries(server)))
             server.fit(strategy=strategy).save_checkpoint(server.folder / "a.ckpt")
+            server.fit(resume=str(server.folder / "a.ckpt"), max_epochs=3)
             assert files.seen == [False]
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from tinker_lightning.errors import InvalidInput, NotFound, Unsupported
 from tinker_lightning.types import WeightsInfoResponse
 from tinker_lightning.types.requests import TtlRequest, WeightsInfoRequest
-from tinker_lightning.types.responses import CheckpointsList
+from tinker_lightning.types.responses import Checkpoint, CheckpointsList
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from tinker_lightning.client.transport.connection import Connection
     from tinker_lightning.client.transport.session import Session
 
-# How long a deletion or a new expiry is retried: training may be waiting for it.
+# How long a deletion, a new expiry or a page of a listing is retried: training may be waiting for it.
 SHORT_SECONDS = 5.0
+# The number of checkpoints that a page of a listing is asked for.
+PAGE = 100
 
 # tinker://run/kind/name, and the forms of other servers: tinker://model/name, twinkle://run/kind/name.
 _KINDS = "weights|sampler_weights|external_weights"
@@ -95,6 +97,17 @@ async def _lists(
         if not page.checkpoints or page.cursor is None or seen >= page.cursor.total_count:
             return False
         response = await connection.send("GET", f"{listing}?offset={seen}")
+
+
+async def listing(connection: Connection) -> list[Checkpoint]:
+    """Returns the checkpoints of all runs, from all pages."""
+    found: list[Checkpoint] = []
+    while True:
+        path = f"/api/v1/checkpoints?limit={PAGE}&offset={len(found)}"
+        page = connection.parse(CheckpointsList, await connection.send("GET", path, seconds=SHORT_SECONDS))
+        found += page.checkpoints
+        if not page.checkpoints or page.cursor is None or len(found) >= page.cursor.total_count:
+            return found
 
 
 async def weights_info(connection: Connection, path: str) -> WeightsInfoResponse:

@@ -32,7 +32,7 @@ from tinker_lightning.types import (
     SaveWeightsResponse,
 )
 from tinker_lightning.types.params import to_optim_params
-from tinker_lightning.types.responses import ModelData, SaveWeightsExternalResponse
+from tinker_lightning.types.responses import Checkpoint, ModelData, SaveWeightsExternalResponse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,6 +222,16 @@ class OfficialTrainingClient(BaseTrainingClient):
         except NotFound:
             return False
         return any(found.tinker_path == path for found in listing.checkpoints)
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Returns everything that the user has saved on the server, also by other models."""
+        found: list[Checkpoint] = []
+        while True:
+            ask = partial(self._rest.list_user_checkpoints, checkpoints.PAGE, len(found))
+            page = self._calls.translated("list_checkpoints", ask)
+            found += map(convert.checkpoint, page.checkpoints)
+            if not page.checkpoints or page.cursor is None or len(found) >= page.cursor.total_count:
+                return found
 
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:
         """Deletes the checkpoint at a `tinker://` path."""

@@ -38,7 +38,7 @@ from tinker_lightning.types import (
     TensorData,
 )
 from tinker_lightning.types.model_input import to_model_input
-from tinker_lightning.types.responses import PromptAltTokens
+from tinker_lightning.types.responses import Checkpoint, PromptAltTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -193,6 +193,12 @@ class Calls:
         ours.operation, ours.model_id, ours.request_id = operation, self._model_id, request_id
         ours.__cause__ = error
         return ours
+
+
+def checkpoint(theirs: Any) -> Checkpoint:
+    """Converts an entry of a listing, which has fewer fields in older versions of the SDK."""
+    fields: dict[str, Any] = {name: getattr(theirs, name, None) for name in Checkpoint.__slots__}
+    return Checkpoint(**fields)
 
 
 def _source(sent: Any) -> Future[Any]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
+    from tinker_lightning.types.responses import Checkpoint
 
 
 class VendorTrainingClient(OfficialTrainingClient):
@@ -56,6 +57,11 @@ class VendorTrainingClient(OfficialTrainingClient):
     def checkpoint_exists(self, path: str) -> bool:
         """Raises `Unsupported`: such clients do not list checkpoints."""
         raise Unsupported(f"{path}: {type(self.client).__name__} does not list checkpoints")
+
+    @override
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Raises `Unsupported`: such clients do not list checkpoints."""
+        raise Unsupported(f"{type(self.client).__name__} does not list checkpoints")
 
     @override
     def delete_checkpoint(self, path: str, *, missing_ok: bool = False) -> None:

@@ -1,30 +1,54 @@
-"""Keeps remote states as long as the checkpoint files that name them, and deletes them together."""
+"""Keeps remote states as long as the checkpoint files that name them, and deletes them together.
+
+A kill may come between any two of these steps of a save, and the next run that uses the folder repairs what it left:
+
+    the server saves the state      it expires, because no file names it
+    the file is written             it expires although the file names it: kept by `StateRetention.adopt`
+    the expiry is lifted
+    the file is overwritten later   nothing names it, and it never expires: `adopt` lets it expire
+    the state is deleted
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import posixpath
+import socket
+import uuid
 import zipfile
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tinker_lightning.errors import Unsupported
+from tinker_lightning.lightning.checkpoint.files import ARCHIVE
+from tinker_lightning.remote import lm
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    import lightning.pytorch as pl
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+    from torch import nn
+
+    from tinker_lightning.types.responses import Checkpoint
 
 logger = logging.getLogger("tinker_lightning")
 
 _NONE: frozenset[str] = frozenset()
-_UNREADABLE = "?"
+UNREADABLE = "?"
+"""Stands for the states of a file that cannot be read, which may be any."""
 
 TTL_DAYS = 7
-"""The days after which a state expires, where the server supports it, if its file is never written."""
+"""The days after which a state expires, where the server supports it, if no file names it."""
+
+# The metadata of states: the run, which a resume continues, and a hash of the folder's address.
+_RUN, _FOLDER = "tinker_lightning_run", "tinker_lightning_folder"
 
 
 class StateRetention:
@@ -32,33 +56,83 @@ class StateRetention:
 
     Each file is written with its own states, but files may be copied or linked. So the states are read from the files,
     also from those in `folders()`, the folders of the trainer's checkpoint callbacks.
+
+    Args:
+        delete: Deletes a state.
+        folders: Returns the folders of the trainer's checkpoint callbacks.
+        set_expiry: Sets after how many seconds a state expires; None means never.
+        listing: Returns everything that is saved on the server.
     """
 
     def __init__(
         self,
         delete: Callable[[str], object],
         folders: Callable[[], Iterable[str]],
-        keep: Callable[[str], object] = lambda _: None,
+        set_expiry: Callable[[str, int | None], object] = lambda *_: None,
+        listing: Callable[[], Iterable[Checkpoint]] = list,
     ) -> None:
         self._delete = delete
-        self._keep = keep
+        self._set_expiry = set_expiry
+        self._listing = listing
         self._expiring: set[str] = set()  # the states of files that the server may still delete
+        self._own: set[str] = set()  # the states of all files that this process has written
         self._folders = folders
-        self._read: dict[str, tuple[str, frozenset[str]]] = {}
+        self._saving: str | os.PathLike[str] | None = None  # the file that the trainer saves
+        self.loaded: str | os.PathLike[str] | None = None  # a file whose folder `adopt_loaded` will adopt
+        self._adopted: set[str] = set()
+        self._run = uuid.uuid4().hex[:16]
+        self._is_resumed = False
+        self._files = NamedStates()
         self._unwritten: dict[str, frozenset[str]] = {}  # the states of files that are still being written
         self._replaced: dict[str, str] = {}  # states to delete, and the files that named them
         self._warned = False  # whether the log mentions that the server deletes nothing
 
+    @classmethod
+    def of_module(cls, module: Callable[[], nn.Module], folders: Callable[[], Iterable[str]]) -> Self:
+        """Returns one for the states of a module, which need not exist yet."""
+        return cls(
+            lambda state: lm.delete_state(module(), state),
+            folders,
+            lambda state, ttl_seconds: lm.set_expiry(module(), state, ttl_seconds),
+            lambda: lm.list_states(module()),
+        )
+
+    def watch(self, trainer: pl.Trainer) -> None:
+        """Notes the file of each save of a trainer, which Lightning does not name before the states are saved."""
+        if "save_checkpoint" not in vars(trainer):
+            trainer.save_checkpoint = partial(self._save, trainer.save_checkpoint)  # type: ignore[method-assign]
+
+    def _save(self, save: Callable[..., None], filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        self._saving = filepath
+        try:
+            save(filepath, *args, **kwargs)
+        finally:
+            self._saving = None
+
+    def save_options(self) -> dict[str, Any]:
+        """Returns the options with which states are saved: that they expire, and for which run and folder they are."""
+        self.adopt_loaded()
+        options: dict[str, Any] = {"ttl_seconds": TTL_DAYS * 24 * 3600}
+        if self._saving is not None:
+            options["user_metadata"] = {_RUN: self._run, _FOLDER: folder_id(folder_of(self._saving))}
+        return options
+
+    def before_save(self, file: str | os.PathLike[str]) -> frozenset[str]:
+        """Returns the states that a file names before it is written, and adopts the others in its folder."""
+        self.adopt([folder_of(file)])
+        return self.states_of(file)
+
     def states_of(self, file: str | os.PathLike[str]) -> frozenset[str]:
         """Returns the states that a file names, or will name when it has been written."""
-        return self._states_in_file(str(file)) | self._unwritten.get(str(file), _NONE)
+        return self._files.in_file(str(file)) | self._unwritten.get(str(file), _NONE)
 
     def keep(self, states: frozenset[str] = _NONE) -> None:
         """Keeps the states of a file that was written, which would expire otherwise, and those that failed before."""
-        self._expiring |= states - {_UNREADABLE}
+        self._own |= states
+        self._expiring |= states - {UNREADABLE}
         for state in sorted(self._expiring):
             try:
-                self._keep(state)
+                self._set_expiry(state, None)
             except Exception as error:
                 logger.warning(
                     "%s is named by a checkpoint file, but expires %d days after it was saved, because the request "
@@ -71,16 +145,81 @@ class StateRetention:
             else:
                 self._expiring.discard(state)
 
+    def adopt_loaded(self) -> None:
+        """Adopts the folders of the `loaded` file and of checkpoint callbacks; the run of the file continues."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            self.adopt([folder_of(loaded), *self._folders()], self.states_of(loaded))
+
+    def adopt(self, folders: Iterable[str], resumed: frozenset[str] = _NONE) -> None:
+        """Keeps the states of all files in folders that are used for the first time; others of the run expire.
+
+        No training is stopped by what fails here.
+
+        Args:
+            folders: The folders.
+            resumed: The states that the run resumes from. They tell which run it continues.
+        """
+        new = {folder for folder in folders if not folder.startswith(("http://", "https://"))} - self._adopted
+        self._adopted |= new
+        if not new and not resumed:
+            return
+        try:
+            self._adopt(sorted(new), resumed)
+        except Exception as error:
+            logger.warning(
+                "it could not be checked whether states of checkpoint files in %s expire: %s", sorted(new), error
+            )
+        self.keep()
+
+    def finish(self) -> None:
+        """Keeps and releases the states that are left at the end of a run, when all files have been written."""
+        self.adopt_loaded()  # if nothing was trained
+        self.keep()
+        self.release(all_written=True)
+
+    def _adopt(self, folders: list[str], resumed: frozenset[str]) -> None:
+        if not resumed and not self._is_resumed and not self._named(folders) - self._own:
+            return
+        # Listed before the files are read: a state that does not expire has its file by then, also one of another
+        # process.
+        listed = {each.tinker_path: each for each in self._listing()}
+        if runs := {run for state in resumed if state in listed and (run := run_of(listed[state])) is not None}:
+            self._run, self._is_resumed = min(runs), True
+        named = self._named(folders) | resumed
+        self._expiring |= {state for state in named & listed.keys() if listed[state].expires_at is not None}
+        if not self._is_resumed or UNREADABLE in named:
+            return
+        marks = [(self._run, folder_id(folder)) for folder in folders]
+        left = [state for state, each in listed.items() if (run_of(each), written_into(each)) in marks]
+        for state in sorted(set(left) - named - self._own):
+            if listed[state].expires_at is None:
+                self._set_expiry(state, TTL_DAYS * 24 * 3600)
+                logger.warning(
+                    "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
+                    "move its file back to that folder and resume, or resume from it where it is.",
+                    state,
+                    ", ".join(folders),
+                    TTL_DAYS,
+                )
+
+    def _named(self, folders: Iterable[str]) -> frozenset[str]:
+        """Returns the states named by any file of these folders and of the folders of checkpoint callbacks."""
+        return _NONE.union(
+            *(self._files.in_folder(folder, 1) for folder in folders),
+            *(self._files.in_folder(folder, None, ".ckpt") for folder in self._folders()),
+        )
+
     def replaced(self, file: str | os.PathLike[str], old: frozenset[str], new: frozenset[str] = _NONE) -> None:
         """Deletes the `old` states of a file that was overwritten with `new` ones or removed, if no file names them."""
         self._unwritten[str(file)] = new
-        self._replaced |= dict.fromkeys(old - new - {_UNREADABLE}, str(file))
+        self._replaced |= dict.fromkeys(old - new - {UNREADABLE}, str(file))
         self.release()
 
     def release(self, *, all_written: bool = False) -> None:
         """Deletes replaced states, unless files are still being written; `all_written` overrides the check."""
         written = [
-            file for file, states in self._unwritten.items() if not states or states <= self._states_in_file(file)
+            file for file, states in self._unwritten.items() if not states or states <= self._files.in_file(file)
         ]
         for file in written:
             del self._unwritten[file]
@@ -89,7 +228,7 @@ class StateRetention:
         replaced, self._replaced = self._replaced, {}
         for state, file in replaced.items():
             try:
-                if not self._states_near(file) & {state, _UNREADABLE}:
+                if not self._states_near(file) & {state, UNREADABLE}:
                     self._expiring.discard(state)
                     self._delete(state)
             except Unsupported as error:
@@ -101,28 +240,94 @@ class StateRetention:
 
     def _states_near(self, file: str) -> frozenset[str]:
         """Returns the states named by possible copies of a file, in its folder and folders of checkpoint callbacks."""
-        fs, path = url_to_fs(file)
-        states = self._states_in_folder(fs, posixpath.dirname(path), 1, posixpath.splitext(path)[1])
-        for folder in self._folders():
-            fs, path = url_to_fs(folder)
-            states |= self._states_in_folder(fs, path, None, ".ckpt")
-        return states
+        near = self._files.in_folder(folder_of(file), 1, posixpath.splitext(file)[1])
+        return near.union(*(self._files.in_folder(folder, None, ".ckpt") for folder in self._folders()))
 
-    def _states_in_file(self, file: str) -> frozenset[str]:
-        fs, path = url_to_fs(file)
-        return self._states_in_folder(fs, posixpath.dirname(path), 1, f"/{posixpath.basename(path)}")
 
-    def _states_in_folder(self, fs: AbstractFileSystem, folder: str, depth: int | None, ending: str) -> frozenset[str]:
-        """Returns the states named by the files of a folder. Only new and changed files are read."""
-        fs.invalidate_cache(folder)  # another process may have written a file
-        states: set[str] = set()
-        for path, info in fs.find(folder, depth, detail=True).items():
-            if path.endswith(ending):
-                file, version = fs.unstrip_protocol(path), str(info)
-                if self._read.get(file, ("",))[0] != version:
-                    self._read[file] = version, _read_states(fs, file)
-                states |= self._read[file][1]
-        return frozenset(states)
+class NamedStates:
+    """Reads which states checkpoint files name, without running anything; only new and changed files are read."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[str, frozenset[str]]] = {}
+
+    def in_file(self, file: str) -> frozenset[str]:
+        """Returns the states that a file names."""
+        return self.in_folder(folder_of(file), 1, f"/{posixpath.basename(url_to_fs(file)[1])}")
+
+    def in_folder(self, folder: str, depth: int | None, ending: str = "") -> frozenset[str]:
+        """Returns the states that the files of a folder name; see `by_file`."""
+        return _NONE.union(*self.by_file(folder, depth, ending).values())
+
+    def by_file(self, folder: str, depth: int | None, ending: str = "") -> dict[str, frozenset[str]]:
+        """Returns the states of each file with an ending; without one, files that are no archives name none.
+
+        A file that cannot be read names `UNREADABLE`, with a warning. A folder that cannot be listed raises `OSError`;
+        one that does not exist has no files.
+        """
+        fs, root = url_to_fs(folder)
+        fs.invalidate_cache(root)  # another process may have written a file
+        found: dict[str, frozenset[str]] = {}
+        try:
+            listed = list(_files_below(fs, root, depth))
+        except FileNotFoundError:
+            if fs.exists(root):
+                raise  # a folder in it has been removed in the meantime
+            return {}
+        for info in listed:
+            path = info["name"]
+            if not path.endswith(ending) or (not ending and _is_of_others(fs, path)):
+                continue
+            file, version = fs.unstrip_protocol(path), str(info)
+            if self._read.get(file, ("",))[0] != version:
+                self._read[file] = version, _read_states(fs, file)
+            found[file] = self._read[file][1]
+        return found
+
+
+def folder_of(file: str | os.PathLike[str]) -> str:
+    """Returns the address of the folder that contains a file."""
+    fs, path = url_to_fs(str(file))
+    return str(fs.unstrip_protocol(posixpath.dirname(path)))
+
+
+def folder_id(folder: str) -> str:
+    """Returns a hash of a folder's address, which for a local folder includes the name of this machine."""
+    fs, path = url_to_fs(folder)
+    is_local = isinstance(fs, LocalFileSystem)
+    address = f"file://{socket.gethostname()}{os.path.realpath(path)}" if is_local else fs.unstrip_protocol(path)
+    return hashlib.sha256(address.encode()).hexdigest()[:32]
+
+
+def run_of(state: Checkpoint) -> str | None:
+    """Returns the run that saved a state for a checkpoint file; None for anything else on a server."""
+    return (state.user_metadata or {}).get(_RUN)
+
+
+def written_into(state: Checkpoint) -> str | None:
+    """Returns the `folder_id` of the checkpoint file for which a run saved a state; None for anything else."""
+    return (state.user_metadata or {}).get(_FOLDER)
+
+
+def _files_below(fs: AbstractFileSystem, folder: str, depth: int | None) -> Iterator[dict[str, str]]:
+    """Yields the files of a folder; unlike `fs.find`, raises for a folder that cannot be listed."""
+    for info in fs.ls(folder, detail=True):
+        if info["type"] != "directory":
+            yield info
+        elif depth != 1 and info["name"].rstrip("/") != folder.rstrip("/"):
+            yield from _files_below(fs, info["name"], depth)
+
+
+def _is_of_others(fs: AbstractFileSystem, file: str) -> bool:
+    """Returns whether a file was not written by torch; those that a process still writes are hidden."""
+    if file.endswith(".ckpt"):
+        return False
+    if posixpath.basename(file).startswith("."):
+        return True
+    try:
+        with fs.open(file, "rb") as opened:
+            return bool(opened.read(len(ARCHIVE)) != ARCHIVE)
+    except FileNotFoundError:
+        return True
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
@@ -139,5 +344,5 @@ def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
     except Exception as error:
         reason = str(error).partition("\n")[0]
         logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
-        return frozenset({_UNREADABLE})
+        return frozenset({UNREADABLE})
     return frozenset(states)
