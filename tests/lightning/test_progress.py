@@ -203,3 +203,23 @@ def test_the_bar_is_drawn_while_the_fit_waits(
     trainer = quiet(max_steps=1, enable_progress_bar=True, callbacks=[Waits()])
     trainer.fit(new(distant[0], RemoteModule), loader())
     assert [taken for with_metrics, taken in drawn if not with_metrics] in ([1], [0])
+
+
+@pytest.mark.parametrize(("rich", "kind"), BARS, indirect=["rich"])
+@pytest.mark.usefixtures("rich")
+def test_the_bar_shows_that_a_checkpoint_is_saved(
+    service: ServiceClient, kind: type[StepBar], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, shown = StepBar.draw, list[str]()
+
+    def spy(bar: StepBar, *args: Any, **kwargs: Any) -> None:
+        shown.append(bar.waiting_for)
+        draw(bar, *args, **kwargs)
+
+    monkeypatch.setattr(StepBar, "draw", spy)
+    callbacks = [ModelCheckpoint(tmp_path, every_n_train_steps=2)]
+    trainer = quiet(callbacks=callbacks, enable_checkpointing=True, enable_progress_bar=True)
+    trainer.fit(new(service, RemoteModule), loader())
+    assert isinstance(trainer.progress_bar_callback, kind)
+    assert "saving on the server" in shown
+    assert shown[-1] == ""

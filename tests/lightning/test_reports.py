@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -22,8 +24,6 @@ from tinker_lightning.lightning.deferred_metrics import LossWatch
 from tinker_lightning.recipes import GRPO, SFT
 
 if TYPE_CHECKING:
-    import pytest
-
     from tinker_lightning.client import ServiceClient
 
 pytestmark = SMALL
@@ -68,7 +68,7 @@ def test_a_fit_reports_what_it_trains_and_what_came_of_it(
     assert start["Steps"] == "4 in 2 epochs of 2 batches"
     trained = 2 * counts["tokens"]  # the numbers at the start and at the end agree
     assert start["Cost"] == f"about ${trained:.4g} for training, without validation and reference models"
-    assert re.fullmatch(rf"4 steps in \d\d:\d\d, {trained:,} tokens trained \([\d,]+ tok/s\)", end["Finished"])
+    assert re.fullmatch(rf"4 steps in \d\d:\d\d, {trained:,} tokens \([\d,]+ tok/s\)", end["Finished"])
     assert f"val_loss {before['val_loss']:.4g} → {trainer.callback_metrics['val_loss']:.4g}" in end["Scores"]
     assert re.fullmatch(r"files/best.*\.ckpt \(val_loss [\d.e+]+\)", end["Best"])
     assert end["Last"] == "files/last.ckpt"
@@ -80,6 +80,40 @@ def test_a_fit_reports_what_it_trains_and_what_came_of_it(
     again = capsys.readouterr().out
     assert lines(again, "Model")["Steps"] == "6, from step 4 on, in 3 epochs of 2 batches"
     assert f"val_loss {end['Scores'].split('→ ')[1].split(',')[0]} →" in again  # the fit before has validated it
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # without a ModelCheckpoint
+@pytest.mark.parametrize(("error", "name"), [(KeyboardInterrupt, "Ctrl-C"), (ValueError, "ValueError")])
+def test_a_fit_that_fails_reports_what_it_has_trained_and_how_to_resume(
+    service: ServiceClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException], name: str
+) -> None:  # R5.14
+    class Fails(RemoteModule):
+        def datums(self, batch: Any) -> list[Any]:
+            if self.global_step == 3:
+                raise error
+            return super().datums(batch)
+
+    def failure(ckpt_path: Path | None, *callbacks: pl.Callback) -> dict[str, str]:
+        handler = signal.getsignal(signal.SIGINT)  # which Lightning replaces after a Ctrl-C
+        caplog.clear()
+        trainer = quiet(max_steps=4, callbacks=list(callbacks), enable_checkpointing=bool(callbacks))
+        with caplog.at_level(logging.INFO, "tinker_lightning"), pytest.raises((error, SystemExit)):
+            trainer.fit(new(service, Fails), loader(), ckpt_path=ckpt_path)
+        signal.signal(signal.SIGINT, handler)
+        _, report = [each.message for each in caplog.records if each.message.startswith(("Model", "Stopped"))]
+        assert "Finished" not in caplog.text
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in report.splitlines()}
+
+    file = tmp_path / "epoch=0-step=2.ckpt"
+    report = failure(None, ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1))
+    assert re.fullmatch(
+        rf"by {name} after step 3 of 4: 3 steps in \d\d:\d\d, \d+ tokens \(.* tok/s\)", report["Stopped"]
+    )
+    assert report["Resume"] == f"with ckpt_path {file}, from step 2; 1 later step will be repeated"
+    assert failure(None)["Resume"].startswith("not possible: no checkpoint was written. ModelCheckpoint(every_n_")
+    again = failure(file)
+    assert again["Stopped"].startswith(f"by {name} after step 3 of 4: 1 step in ")
+    assert again["Resume"] == f"with ckpt_path {file} again: no checkpoint was written since"
 
 
 def test_a_local_parameter_is_counted_and_no_summary_counts_the_handle(

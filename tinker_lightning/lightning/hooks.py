@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -28,12 +30,16 @@ from tinker_lightning.remote.lm import dropping, holds_server_loss, raise_first,
 from tinker_lightning.threads.background import SigintHold
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from torch import Tensor
 
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.calls import Step
     from tinker_lightning.remote.window import RemoteModel
 
+
+logger = logging.getLogger("tinker_lightning")
 
 # The shortest interval at which rows are written to CSV files, in seconds.
 _FLUSH_SECONDS = 1.0
@@ -55,6 +61,43 @@ def detach(trainer: pl.Trainer) -> None:
     _compat.CALLBACKS.set(trainer, callbacks)
 
 
+def note_file(trainer: pl.Trainer | None, path: object, states: Iterable[str] = (), step: int | None = None) -> None:
+    """Notes a checkpoint that was written after a step with the remote states that it names; without, its removal."""
+    if trainer is None:
+        return  # the module is only connected
+    loggers.log_file(trainer, path, states)
+    for each in _hooks_of(trainer):
+        each.files.pop(str(path), None)
+        if step is not None:
+            each.files[str(path)] = step
+
+
+@contextmanager
+def showing(trainer: pl.Trainer | None, what: str) -> Iterator[None]:
+    """Shows in the bar of a fit what it waits for, and logs it at level `INFO`."""
+    logger.info("%s", what)
+    bar = None if trainer is None else trainer.progress_bar_callback
+    if trainer is None or not isinstance(bar, StepBar):
+        yield
+        return
+    bar.waiting_for = what
+    bar.draw(trainer, waits=True)
+    try:
+        yield
+    finally:
+        bar.waiting_for = ""
+
+
+def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
+    """Reports what a fit has trained before an error ended it, and how to resume it."""
+    for each in _hooks_of(trainer):
+        each.report_failure(error)
+
+
+def _hooks_of(trainer: pl.Trainer) -> list[RemoteHooks]:
+    return [each for each in _compat.CALLBACKS.get(trainer) if isinstance(each, RemoteHooks)]
+
+
 class RemoteHooks(pl.Callback):
     """Checks losses, logs deferred metrics and waits for the server before any other callback runs."""
 
@@ -69,6 +112,8 @@ class RemoteHooks(pl.Callback):
         self._taken = 0
         self._before: dict[str, float] = {}
         self._flushed = 0.0
+        self.files: dict[str, int] = {}
+        """The checkpoints of the fit and their steps, the newest last."""
 
     @override
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
@@ -125,7 +170,7 @@ class RemoteHooks(pl.Callback):
         settings = reports.model_settings(module)
         loggers.log_settings(trainer, settings)
         reports.show_report(trainer, reports.start_report(trainer, module, settings))
-        self._set_steps(self._steps)
+        self._set_bar(self._steps)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -202,7 +247,7 @@ class RemoteHooks(pl.Callback):
     def on_exception(self, *_: Any, **__: Any) -> None:
         """Drops a Ctrl-C that was held, because the run ends anyway."""
         self._hold.end(deliver=False)
-        self._set_steps(None)
+        self._set_bar(None)
 
     @override
     def on_save_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
@@ -236,11 +281,22 @@ class RemoteHooks(pl.Callback):
             reports.show_report(
                 trainer, reports.end_report(trainer, self._steps, remote.tokens - self._tokens, self._before, skipped)
             )
-            self._set_steps(None)
+            self._steps = None
+            self._set_bar(None)
 
-    def _set_steps(self, steps: StepCount | None) -> None:
-        """Sets the steps that are counted, for the bar as well; None when the fit has ended."""
-        self._steps = steps
+    def report_failure(self, error: BaseException) -> None:
+        """Reports what a fit has trained before an error ended it, if it has taken a step."""
+        if self._steps is None:
+            return
+        steps, self._steps = self._steps, None
+        steps.update()
+        if not steps.taken:
+            return
+        trained = self._module.lm.handle.remote.tokens - self._tokens
+        reports.show_report(self._trainer, reports.failure_report(self._trainer, steps, trained, self.files, error))
+
+    def _set_bar(self, steps: StepCount | None) -> None:
+        """Sets the steps that the bar shows; None when the fit has ended."""
         if isinstance(bar := self._trainer.progress_bar_callback, StepBar):
             bar.steps = steps
 

@@ -55,8 +55,8 @@ class StepCount:
         self._in_flight.append((optim, tokens))
 
     def update(self) -> None:
-        """Counts the steps that the server has answered since the last call."""
-        while self._in_flight and self._in_flight[0][0].done():
+        """Counts the steps that the server has answered since the last call, up to the first that has failed."""
+        while self._in_flight and self._in_flight[0][0].done() and not self._in_flight[0][0].failed:
             _, self._tokens = self._in_flight.popleft()
         finished, counted = self.finished, self._history[-1][1]
         if finished < counted:  # a search for a learning rate has taken steps, which Lightning has undone

@@ -3,7 +3,7 @@
 Model     smollm2-135m on embedded (dialect embedded)
 Data      64 rows with 5,120 tokens, 2,048 of them trained, 0 dropped, 0 skipped
 …
-Finished  16 steps in 00:12, 5,120 tokens trained (426 tok/s)
+Finished  16 steps in 00:12, 5,120 tokens (426 tok/s)
 Best      runs/sft/checkpoints/epoch=0-step=16.ckpt (val_loss 1.204)
 """
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tinker_lightning.errors import TinkerLightningError, Unsupported, printable
 from tinker_lightning.lightning import _compat
@@ -40,6 +41,9 @@ _ROUTES = {
     "retained": "computed here, from a forward pass that the server keeps for the gradient",
     "two-pass": "computed here, in one pass for the log-probabilities and one for the gradient",
 }
+
+
+_SIGNALS = {KeyboardInterrupt: "Ctrl-C", SIGTERMException: "SIGTERM"}
 
 
 class ReportingCallback(pl.Callback):
@@ -88,10 +92,7 @@ def end_report(
         before: The scores of a validation before the fit.
         skipped: The number of steps without a gradient, which sent nothing.
     """
-    done = f"{steps.taken:,} step{'s' * (steps.taken != 1)} in {clock(steps.elapsed)}"
-    done += f", {tokens.trained:,} tokens trained"
-    done += f" ({tokens.trained / max(steps.elapsed, 1e-9):,.0f} tok/s)"
-    done += f", {tokens.sampled:,} sampled" if tokens.sampled else ""
+    done = _describe_work(steps, tokens)
     lines = {"Finished": done + (f", {skipped:,} of the steps skipped" if skipped > 0 else "")}
     if values := scores(trainer, "val_", "train_loss", "reward"):
         texts = (
@@ -109,6 +110,42 @@ def end_report(
         if isinstance(callback, ReportingCallback):
             lines |= callback.end_lines()
     return lines
+
+
+def failure_report(
+    trainer: pl.Trainer, steps: StepCount, tokens: TokenCount, files: Mapping[str, int], error: BaseException
+) -> dict[str, str]:
+    """Returns what a fit has done before an error ended it, and from where it can resume.
+
+    Args:
+        trainer: The trainer.
+        steps: The steps of the fit.
+        tokens: The tokens of the fit.
+        files: The checkpoints that the fit has written and their steps, the newest last.
+        error: The error.
+    """
+    name = _SIGNALS.get(type(error), type(error).__name__)
+    total = f" of {steps.total:,.0f}" if math.isfinite(steps.total) else ""
+    lines = {"Stopped": f"by {name} after step {steps.finished:,}{total}: {_describe_work(steps, tokens)}"}
+    if files:
+        path, step = list(files.items())[-1]
+        lost = steps.finished - step
+        lines["Resume"] = f"with ckpt_path {_short(path)}, from step {step:,}"
+        lines["Resume"] += f"; {lost:,} later step{'s' * (lost != 1)} will be repeated" if lost > 0 else ""
+    elif trainer.ckpt_path:
+        lines["Resume"] = f"with ckpt_path {_short(str(trainer.ckpt_path))} again: no checkpoint was written since"
+    else:
+        lines["Resume"] = (
+            "not possible: no checkpoint was written. ModelCheckpoint(every_n_train_steps=100) writes one every 100 "
+            "steps, and OnExceptionCheckpoint(folder) when a fit fails"
+        )
+    return lines
+
+
+def _describe_work(steps: StepCount, tokens: TokenCount) -> str:
+    text = f"{steps.taken:,} step{'s' * (steps.taken != 1)} in {clock(steps.elapsed)}"
+    text += f", {tokens.trained:,} tokens ({tokens.trained / max(steps.elapsed, 1e-9):,.0f} tok/s)"
+    return text + (f", {tokens.sampled:,} sampled" if tokens.sampled else "")
 
 
 def scores(trainer: pl.Trainer, *prefixes: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from typing_extensions import override
 
 from tinker_lightning.errors import TinkerLightningError
-from tinker_lightning.lightning import _compat, checks, loggers
+from tinker_lightning.lightning import _compat, checks, hooks
 from tinker_lightning.lightning.checkpoint import contents, files, loop_position
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
 from tinker_lightning.lightning.checkpoint.loaders import (
@@ -195,7 +195,8 @@ class TinkerStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict with new remote states, which no other file names."""
-        with fresh_states(self._module, **(self._retention.save_options() if self.release_states else {})):
+        options = self._retention.save_options() if self.release_states else {}
+        with fresh_states(self._module, **options), hooks.showing(self._trainer, "saving on the server"):
             return super().lightning_module_state_dict()
 
     @override
@@ -224,8 +225,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
-        if trainer is not None:
-            loggers.log_file(trainer, filepath, new)
+        hooks.note_file(trainer, filepath, new, checkpoint.get("global_step"))
 
     def _add_position(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         """Adds the random number generators and the position in the loops and the data to a checkpoint."""
@@ -249,8 +249,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().remove_checkpoint(filepath)
         if self.release_states:
             self._retention.replaced(filepath, old)
-        if self._trainer is not None:
-            loggers.log_file(self._trainer, filepath, ())
+        hooks.note_file(self._trainer, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -309,6 +308,8 @@ class TinkerStrategy(SingleDeviceStrategy):
             module.settle(LAST_WAIT, exception)
         elif module is not None:
             settle(module, LAST_WAIT, exception)
+        if module is not None:
+            hooks.report_failure(module.trainer, exception)
 
     @override
     def teardown(self) -> None:
