@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from examples.grpo import digits, right
 from examples.multi_turn import GuessTheNumber
 from tests.helpers.rollouts import Stream, code_points
-from tests.helpers.trainers import SMALL, quiet
+from tests.helpers.trainers import SMALL, new, quiet
 from tinker_lightning.cli import lightning_cli  # noqa: F401 which sets how options are parsed
 from tinker_lightning.cli.lightning_cli import explain
 from tinker_lightning.data import RolloutData
@@ -75,6 +75,18 @@ def test_mistakes(tmp_path: Path) -> None:
     broken.write_text('{"prompt": "1 + 1 ="}\n{"prompt": \n')
     with pytest.raises(InvalidDatum, match=r"broken\.jsonl:2: not JSON"):
         RolloutData(broken, rewards=right).train_dataloader()
+
+
+def test_predict_answers_the_prompts_of_rollouts(service: ServiceClient, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "One?", "answer": 1}\n{"prompt": "Two?", "answer": 2}\n')
+    module = new(service, GRPO, predict={"max_tokens": 2, "num_samples": 2})
+    data = RolloutData([["Other?"]], rewards=code_points, test=tmp_path / "prompts.jsonl", batch_size=1, as_text=True)
+    answers: Any = quiet().predict(module, data)
+    assert [len(each["samples"]) for (each,) in answers] == [2, 2]
+    assert [batch[0]["answer"] for batch in data.predict_dataloader()] == [1, 2]
+    for source in ([GuessTheNumber(3)], [[GuessTheNumber(3)]], itertools.repeat("One?")):
+        with pytest.raises(InvalidInput, match="predict samples answers to prompts, but train has environments"):
+            quiet().predict(module, RolloutData(source, rewards=code_points))
 
 
 def test_epochs_end_the_fit_as_max_epochs_does(service: ServiceClient) -> None:  # R5.9

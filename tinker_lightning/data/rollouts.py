@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from tinker_lightning.data.modules import PromptData
 from tinker_lightning.data.sources import check_source, read_rows
 from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.rl import Environment, Rewards, RolloutLoader
@@ -91,14 +92,14 @@ class RolloutData(pl.LightningDataModule):
         self._sources = {"train": train, "validation": validation, "test": test}
         self._environment = environment
         self._rewards = rewards if weights is None else Rewards(rewards, weights)  # type: ignore[arg-type]
+        self._prompt_options: dict[str, Any] = {"as_text": as_text, "system": system}
         self._settings: dict[str, Any] = {
             "sampling_params": SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop),
             "group_size": group_size,
             "seed": seed,
             "timeout": timeout,
             "on_error": on_error,
-            "as_text": as_text,
-            "system": system,
+            **self._prompt_options,
         }
         self._training = {
             "staleness": staleness,
@@ -108,6 +109,7 @@ class RolloutData(pl.LightningDataModule):
             "refill": refill,
         }
         self._loaders: dict[str, RolloutLoader] = {}
+        self._prompts: PromptData
         # Lightning takes a loader for each method that it finds.
         for part, method in (("train", "train"), ("validation", "val"), ("test", "test")):
             if self._sources[part] is not None:
@@ -122,8 +124,31 @@ class RolloutData(pl.LightningDataModule):
         for part in {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(stage, ()):
             if self._sources[part] is not None:
                 self._loader(part)
+        if stage == "predict":
+            self._prompts = self._prompt_data()
+            self._prompts.trainer = self.trainer
+            self._prompts.setup(stage)
         if stage == "fit" and "train" in self._loaders and self.trainer is not None:
             self._loaders["train"].limit_epochs(self.trainer)
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """Returns the prompts of the test rows, else of the validation rows, else of the training rows, in order."""
+        return self._prompts.predict_dataloader()
+
+    def _prompt_data(self) -> PromptData:
+        part = next((name for name in ("test", "validation", "train") if self._sources[name] is not None), "train")
+        rows: Any = resolve_prompts(self._sources[part], part, self._environment)
+        has_length = isinstance(rows, Sized)
+        is_prompts = has_length and not any(
+            isinstance(one, Environment) for each in rows for one in (each if isinstance(each, list) else [each])
+        )
+        if not is_prompts:
+            raise InvalidInput(
+                f"predict samples answers to prompts, but {part} has environments, or no length. Evaluate environments "
+                "with test or validate; for other prompts, pass PromptData."
+            )
+        return PromptData(test=rows, batch_size=self.batch_size, **self._prompt_options)
 
     def _loader(self, part: str) -> RolloutLoader:
         if part not in self._loaders:
