@@ -19,7 +19,7 @@ def test_which_names_import_lightning_and_register_the_strategy() -> None:
     without, lightning_first = run_scripts(
         "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
         f"from tinker_lightning import {others}\nprint(sorted({{'lightning', 'tinker'}} & set(sys.modules)))",
-        f"import lightning.pytorch as pl\nfrom tinker_lightning import RemoteLM\n{TRAINER}",
+        f"import lightning.pytorch as pl\nimport tinker_lightning\n{TRAINER}",
     )
     assert without.stdout.strip() == "[]", without.stderr
     assert lightning_first.stdout.strip() == "TinkerStrategy", lightning_first.stderr
@@ -70,11 +70,12 @@ def test_the_package_lists_all_of_its_names() -> None:
 
 @pytest.mark.soak
 def test_other_names_register_the_strategy_as_well() -> None:
-    adamw, strategy, module = run_scripts(
+    lm, adamw, strategy, module = run_scripts(
         "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
+        f"import tinker_lightning, lightning.pytorch as pl\nfrom tinker_lightning import RemoteLM\n{TRAINER}",
         f"import lightning.pytorch as pl\nfrom tinker_lightning import RemoteAdamW\n{TRAINER}",
         f"from tinker_lightning import TinkerStrategy\nimport lightning.pytorch as pl\n{TRAINER}",
         f"from tinker_lightning import RemoteModule\nimport lightning.pytorch as pl\n{TRAINER}",
     )
-    for ended in (adamw, strategy, module):
+    for ended in (lm, adamw, strategy, module):
         assert ended.stdout.strip() == "TinkerStrategy", ended.stderr

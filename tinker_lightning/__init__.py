@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.errors import TinkerLightningError
@@ -61,15 +63,12 @@ _LAZY = {
 # Packages that are attributes without an import of their own.
 _PACKAGES = ("callbacks", "data", "doctor", "lightning", "losses", "metrics", "recipes", "rl", "testing")
 
-# These register `Trainer(strategy="tinker")`; the others do so only where Lightning is imported already.
+# These register `Trainer(strategy="tinker")`; the others, and the package itself, only where Lightning is imported.
 _LIGHTNING = {"RemoteModule", "TinkerStrategy"}
 _TRAINED = {"RemoteAdamW", "RemoteDiMuon", "RemoteLM"}
 
 
 def __getattr__(name: str) -> Any:
-    import importlib
-    import sys
-
     if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
@@ -86,3 +85,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+if not sys.modules.keys().isdisjoint(("lightning.pytorch", "pytorch_lightning")):
+    importlib.import_module(f"{__name__}.lightning.strategy")

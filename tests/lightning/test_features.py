@@ -344,6 +344,14 @@ def test_objects_of_pytorch_lightning_raise(service: ServiceClient, tmp_path: Pa
             quiet(**settings).fit(new(service, RemoteModule), None if data else loader(), datamodule=data)
 
 
+def test_a_trainer_of_pytorch_lightning_raises() -> None:
+    with pytest.raises(InvalidInput, match="Create it with lightning: import "):
+        other.Trainer(strategy="tinker")
+    trainer: Any = other.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(TypeError, match="must be a `LightningModule`"):
+        trainer.fit(RemoteModule("tiny"), loader())
+
+
 def table() -> dict[str, list[str]]:
     """The features of the table, and the tests that they name."""
     rows: dict[str, list[str]] = {}
@@ -364,7 +372,10 @@ def _tests_in(*files: str) -> set[str]:
 
 def test_every_row_of_the_table_has_a_test() -> None:
     written = _tests_in(*FILES)
-    known = written | _tests_in("remote/test_group", "lightning/test_wandb_runs", "lightning/test_progress")
+    others = ("wandb_runs", "progress", "metric_names", "reports")
+    known = written | _tests_in(
+        "remote/test_group", "client/test_client_regularizers", *(f"lightning/test_{each}" for each in others)
+    )
     rows = table()
     assert len(rows) > 40
     for feature, tests in rows.items():
