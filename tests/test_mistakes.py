@@ -76,6 +76,7 @@ def branches(model_outputs: Any, loss_fn_inputs: Any, attention_mask: Any) -> Lo
 
 HELD = torch.ones(3)
 CALL = '{"prompt": "2 + 2?", "completion": [{"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}]}'
+ANSWER = '{"prompt": "2 + 2?", "completion": "4."}'
 EQUAL = '{"prompt": "2 + 2?", "chosen": "4.", "rejected": "4."}'
 
 
@@ -164,6 +165,17 @@ def folder_of_data(_: Stage) -> None:
         ChatData("chats")
 
 
+def folder_as_checkpoint(_: Stage) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.chdir(folder)
+        Path("runs").mkdir()
+        SFT.load_from_checkpoint("runs")
+
+
+def other_column(stage: Stage) -> None:
+    SFT(stage.client).predict_step([{"question": "2 + 2?"}], 0)
+
+
 def misread_column(_: Stage) -> None:
     score = GenerationEval(lambda text, row: text == row["anwser"], [{"prompt": "2 + 2?", "answer": "4."}])
     score.on_samples(pl.Trainer(barebones=True), SFT("tiny"), [[{"text": "4."}]], in_epoch=False)
@@ -229,6 +241,13 @@ MISTAKES: list[tuple[str, str, Callable[[Stage], object]]] = [
     ("R5.3", "a model in this process", lambda _: SFT(torch.nn.Linear(2, 2))),
     ("R5.3", "a learning rate that is a string", lambda _: SFT("tiny", learning_rate="1e-4")),  # type: ignore[arg-type]
     ("R5.3", "a Trainer of pytorch_lightning", other_trainer),
+    ("R5.3", "an optimizer that no server has", lambda _: SFT("tiny", optimizer="sgd")),  # type: ignore[arg-type]
+    ("R5.3", "a warmup that is a string", lambda _: SFT("tiny", warmup="10%")),  # type: ignore[arg-type]
+    ("R5.3", "options of predict that are no dict", lambda _: SFT("tiny", predict=8)),  # type: ignore[arg-type]
+    ("R5.3", "a batch size that is a string", lambda _: ChatData([], batch_size="4")),
+    ("R5.3", "a folder as a checkpoint", folder_as_checkpoint),
+    ("R4.3", "answers without a preference", lambda s: rows(s, ANSWER, kind=PreferenceData)),
+    ("R5.3", "prompts in another column", other_column),
     ("R5.3", "a score that reads a column that no row has", misread_column),
     ("R5.3", "a module that was closed", closed),
 ]

@@ -103,6 +103,12 @@ def talk(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *options: str) -> 
     return terminal.getvalue()
 
 
+def test_a_terminal_explains_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = talk(Terminal("/help"), monkeypatch)
+    assert shown.count("/reset starts a new chat") == 2
+    assert shown.count("> ") == 2
+
+
 def test_chunks_are_the_answer(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model="tiny")
     prompt = ModelInput.from_ints(list(b"Once"))

@@ -325,6 +325,10 @@ def test_mistakes_in_names_are_found_before_torch_is_imported(folder: Path) -> N
     assert answer.stderr == "tinker-lightning: model: SFT has no option 'modle'. Did you mean 'model'?\n"
 
 
+def test_a_command_line_without_options_is_left_to_the_parser() -> None:
+    stages.check_names("fit", [])
+
+
 def test_no_name_that_the_parser_knows_is_a_mistake() -> None:
     from tinker_lightning.cli import lightning_cli
 

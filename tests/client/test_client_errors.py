@@ -141,6 +141,10 @@ async def unknown_path(_: Any) -> Response:
     return JSONResponse({"detail": "Not Found"}, 404)
 
 
+async def file_server(_: Any) -> Response:
+    return HTMLResponse("<html>Unsupported method</html>", 501)  # as `python -m http.server` answers a POST
+
+
 async def not_quite(_: Any) -> Response:
     return PlainTextResponse("pong")
 
@@ -158,6 +162,7 @@ async def redirect(_: Any) -> Response:
     [
         (page, NotAnApi),
         (missing, NotAnApi),
+        (file_server, NotAnApi),
         (not_quite, NotAnApi),
         (broken_gzip, NotAnApi),
         (redirect, NotAnApi),

@@ -159,7 +159,10 @@ def test_validation_and_predictions_take_labeled_rows(service: ServiceClient, tm
     [
         ([{**ROWS[0], "label": 1}, ROWS[1]], "row 0 of the batch: the label of an answer must be true .* but it is 1"),
         ([{**ROWS[0], "label": "yes"}, ROWS[1]], "but it is 'yes'"),
-        ([ROWS[1], {"prompt": "a", "completion": "b"}], "row 1 of the batch: the label .* but it is missing"),
+        (
+            [ROWS[1], {"prompt": "a", "completion": "b"}],
+            "row 1 of the batch: .* for KTO prompt, completion and label",
+        ),
         ([ROWS[0]], "the micro-batch has one row, but KTO scores each prompt with the answer of another row"),
         (PAIRS[:1], "the micro-batch has one row"),
         ([], "the batch has no answers"),

@@ -116,7 +116,7 @@ def test_set_ups_that_cannot_be_on_policy_raise(service: ServiceClient) -> None:
     class Manual(GRPO):
         automatic_optimization = False
 
-    with pytest.raises(InvalidInput, match="Pass a RolloutLoader, and no other loader with it"):
+    with pytest.raises(InvalidInput, match="Pass RolloutData, or a RolloutLoader and no other loader with it"):
         quiet().fit(new(service, GRPO), other_loader(rollouts()))
     with pytest.raises(InvalidInput, match="manual optimization"):
         quiet().fit(new(service, Manual), rollouts())

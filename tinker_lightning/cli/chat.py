@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
                 return 0
             if text == "/reset":
                 chat.messages.clear()
+            elif is_terminal and text in ("/help", "/exit", "/?"):
+                print(_USAGE)
             elif text:
                 try:
                     chat.answer(text)

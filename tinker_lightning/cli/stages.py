@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import math
 import os
 import pickle
@@ -175,7 +176,7 @@ def check_names(stage: str, arguments: list[str]) -> None:
 
 def _given(arguments: list[str]) -> Iterator[tuple[str, str]]:
     """Yields the options of a command line, without dashes, with their values."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("-"):
             name, equals, value = argument.lstrip("-").partition("=")
             yield "config" if name == "c" else name.rstrip("+"), value if equals else following

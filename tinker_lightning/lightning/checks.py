@@ -216,8 +216,8 @@ class OtherTrainer:
 
     def __init__(self) -> None:
         raise InvalidInput(
-            "this Trainer is from the package pytorch_lightning, which does not recognize modules of lightning. Import "
-            "it from there: import lightning.pytorch as pl."
+            "this Trainer is from the package pytorch_lightning, which does not recognize modules of lightning. Create "
+            "it with lightning: import lightning.pytorch as pl."
         )
 
 

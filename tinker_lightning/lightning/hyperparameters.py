@@ -94,6 +94,8 @@ def check_unknown(module: Any, unknown: Mapping[str, Any]) -> None:
 
 def check_keys(options: Mapping[str, Any]) -> None:
     """Raises `InvalidInput` for a key that `PredictOptions` does not have."""
+    if not isinstance(options, Mapping):
+        raise InvalidInput(f"predict must be a dict of options such as {{'max_tokens': 64}}, got {options!r}")
     names = list(PredictOptions.__annotations__)
     for name in options:
         if name not in names:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from tinker_lightning.client.files.peft_folder import export_adapter
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, check_choice
 from tinker_lightning.lightning import _compat, checks, deferred_metrics, hooks, hyperparameters, routes
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.checkpoint.format import read_window
@@ -129,6 +129,7 @@ class RemoteModule(LoggingModule):
             **unknown: Raises `InvalidInput`, with advice for names that other libraries have.
         """
         hyperparameters.check_unknown(self, unknown)
+        check_choice("optimizer", optimizer, ("adamw", "dimuon"))
         check_schedule(schedule, warmup)
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")

@@ -229,8 +229,8 @@ class RolloutModule(GroupLossModule):
         name = type(self).__name__
         if not isinstance(batch, RolloutBatch):
             raise InvalidInput(
-                f"{name} trains on rollouts, but the loader yields {type(batch).__name__}. Pass a RolloutLoader, and "
-                "no other loader with it."
+                f"{name} trains on rollouts, but the loader yields {type(batch).__name__}. Pass RolloutData, or a "
+                "RolloutLoader and no other loader with it."
             )
         if not self.automatic_optimization:
             raise InvalidInput(f"{name} does not support manual optimization, because it counts optimizer steps")

@@ -224,9 +224,10 @@ def _clip_norm(remote: RemoteModel, group: dict[str, Any]) -> float:
 def check_schedule(schedule: str, warmup: float) -> None:
     """Raises `InvalidInput` for a schedule that does not exist, or a warmup that is no share and no number of steps."""
     check_choice("schedule", schedule, get_args(Schedule))
-    if warmup < 0 or not math.isfinite(warmup) or (warmup >= 1 and warmup != int(warmup)):
+    is_number = isinstance(warmup, int | float) and math.isfinite(warmup)
+    if not is_number or warmup < 0 or (warmup >= 1 and warmup != int(warmup)):
         raise InvalidInput(
-            f"warmup must be a share of the steps, at least 0 and below 1, or a whole number of steps, got {warmup}"
+            f"warmup must be a share of the steps, at least 0 and below 1, or a whole number of steps, got {warmup!r}"
         )
 
 

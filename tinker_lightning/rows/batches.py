@@ -154,7 +154,13 @@ def _prompt(index: int, item: Any, rows: Callable[[], RowFormat]) -> ModelInput:
         return ModelInput.from_ints(rows().tokenizer.encode(item))
     if isinstance(item, Mapping) and isinstance(item.get("prompt"), PromptLike):
         return to_model_input(item["prompt"])
-    return convert_row(index, rows().prompt, item) if is_row(item) else ModelInput.from_ints(item)
+    return convert_row(index, rows().prompt, item) if is_row(item) else _from_tokens(item)
+
+
+def _from_tokens(item: Any) -> ModelInput:
+    if isinstance(item, Mapping):
+        raise InvalidDatum(f"a prompt is read from the column prompt or messages; this row has {', '.join(item)}")
+    return ModelInput.from_ints(item)
 
 
 def except_datums(batch: Any, convert: Callable[[Any], Any]) -> Any:

@@ -151,9 +151,13 @@ class RowFormat:
             return self.pair(row)
         label = row.get("label")
         if not isinstance(label, bool | np.bool_):
-            given = "is missing" if label is None else f"is {label!r}"
+            if label is None:
+                raise InvalidDatum(
+                    f"a row of preferences needs prompt, chosen and rejected, or for KTO prompt, completion and label; "
+                    f"this one has {', '.join(row)}. Answers without a preference are for SFT with ChatData."
+                )
             raise InvalidDatum(
-                f"the label of an answer must be true (desirable) or false (undesirable), but it {given}"
+                f"the label of an answer must be true (desirable) or false (undesirable), but it is {label!r}"
             )
         rows = self if row.get("completion") is not None else replace(self, only_last=True)
         answer = {name: value for name, value in row.items() if name != "label"}

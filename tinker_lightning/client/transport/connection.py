@@ -312,7 +312,7 @@ class Connection:
         if status in (401, 403):
             detail = detail_of(body) or "no reason given"
             return Unauthorized(f"{self.url} rejected the API key ({detail}). Set TINKER_API_KEY, or pass api_key=.")
-        if body is None and not may_succeed_later(response):
+        if body is None and (status == 501 or not may_succeed_later(response)):  # 501: of a server of files
             return self._not_an_api(response)
         if body is None and status in (502, 503, 504):
             return ServerUnreachable(

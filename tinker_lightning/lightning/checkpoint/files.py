@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -20,7 +21,6 @@ from tinker_lightning.lightning import _compat
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Collection, Iterator
 
     from lightning.pytorch.strategies import Strategy
@@ -99,6 +99,8 @@ def read(file: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", we
         InvalidInput: If the file is damaged, or contains anything but tensors and plain data.
     """
     name = getattr(file, "name", "the checkpoint") if hasattr(file, "read") else file
+    if isinstance(file, str | os.PathLike) and os.path.isdir(file):
+        raise InvalidInput(f"{file} is a folder. Pass one of the checkpoint files in it, which end in .ckpt.")
     with _opened(file) as opened:
         try:
             _verify(opened)
