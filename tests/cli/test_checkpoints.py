@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tests.helpers.checkpoints import state_in
+from tests.helpers.trainers import quiet
 from tinker_lightning import cli
 from tinker_lightning.data import ChatData
 from tinker_lightning.recipes import SFT
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,6 +107,96 @@ def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys
     assert listed(capsys) == []
 
 
+class Runs:
+    """Files of two runs in two folders, and one that was moved away, with a state of each on a server of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folders = [folder / "a", folder / "b"]
+        self.store = CheckpointStore(folder / "tinker_lightning" / "checkpoints")
+        for each in self.folders:
+            with SFT("tiny", rank=4, base_url="embedded") as module:
+                trainer = quiet(max_steps=1)
+                trainer.fit(module, ChatData([{"prompt": "1?", "completion": "1."}]))
+                for name in ("kept.ckpt", "gone.ckpt"):
+                    trainer.save_checkpoint(each / name)
+                self.unnamed = module.lm.save()  # which no run saved for a file
+        self.states = {file: state_in(file) for each in self.folders for file in each.iterdir()}
+        self.gone = self.states[self.folders[0] / "gone.ckpt"]
+        for each in self.folders:
+            (each / "gone.ckpt").unlink()
+
+    def left(self) -> set[str]:
+        return {summary.tinker_path for summary in self.store.listing()}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return Runs(tmp_path)
+
+
+def test_states_without_a_file_are_listed_and_pruned(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.left()
+    prune = ["checkpoints", "prune", "--files", str(runs.folders[0])]
+    capsys.readouterr()
+    assert cli.main(prune) == 0
+    assert capsys.readouterr().out.startswith("deleted 0 states, 0.0 MB, in ")  # none is a day old
+    prune += ["--older-than", "0s"]
+    assert cli.main(prune) == 2
+    printed = capsys.readouterr()
+    header, row = printed.out.splitlines()
+    assert header.split() == ["PATH", "KIND", "SIZE", "AGE", "EXPIRES", "BASE", "MODEL", "RUN"]
+    assert re.fullmatch(rf"{runs.gone}  training  \d\.\d MB  \d+ s  never    tiny        [0-9a-f]{{16}}", row)
+    assert "this would delete 1 states" in printed.err
+    assert runs.left() == before
+    assert cli.main(["checkpoints", "list", "--files", str(runs.folders[0]), "--json"]) == 0
+    files = {each["tinker_path"]: each["file"] for each in json.loads(capsys.readouterr().out)}
+    kept = runs.folders[0] / "kept.ckpt"
+    assert files == {runs.states[kept]: kept.as_uri(), runs.gone: None}
+    assert cli.main([*prune, "--yes"]) == 0
+    assert runs.left() == before - {runs.gone}
+    assert "deleted 1 states" in capsys.readouterr().out
+
+
+def test_nothing_is_pruned_if_anything_cannot_be_read(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    before = runs.left()
+    folder = runs.folders[0]
+    prune = ["checkpoints", "prune", "--older-than", "0s", "--yes", "--files", str(folder)]
+    assert cli.main([*prune, str(folder / "none")]) == 2
+    assert f"there is no folder {folder}/none" in capsys.readouterr().err
+    whole = (folder / "kept.ckpt").read_bytes()
+    (folder / "deep").mkdir()
+    for name, content in (("half.ckpt", whole[:-99]), ("half.pt", whole[:-99]), ("deep/x.ckpt", b"")):
+        (folder / name).write_bytes(content)
+        assert cli.main(prune) == 2
+        assert f"{folder / name} cannot be read, so it may name any state" in capsys.readouterr().err
+        (folder / name).unlink()
+    assert runs.left() == before
+    (folder / "deep" / "kept.ckpt").write_bytes(whole)
+    (folder / "kept.ckpt").unlink()
+    (folder / "notes.txt").write_text("of another program")
+    assert cli.main(prune) == 0
+    assert runs.left() == before - {runs.gone}
+
+
+def test_a_folder_that_cannot_be_listed_has_no_states_to_prune(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = runs.left()
+    (runs.folders[0] / "locked").mkdir()
+    listed = LocalFileSystem.ls
+
+    def locked(self: LocalFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:  # as for a user who is not root
+        if path.endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", locked)
+    assert cli.main(["checkpoints", "prune", "--older-than", "0s", "--yes", "--files", str(runs.folders[0])]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+    assert runs.left() == before
+
+
 def test_a_file_that_torch_takes_for_instructions_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +233,7 @@ def test_a_checkpoint_with_objects_names_their_classes(tmp_path: Path, capsys: p
         (["export", "tinker://nonsense", "x"], "tinker-lightning: 'tinker://nonsense' is not of the form tinker://"),
         (["checkpoints", "delete", "x"], "is not the path of a checkpoint. `tinker-lightning checkpoints list` lists"),
         (["checkpoints", "delete"], "pass the paths of checkpoints"),
+        (["checkpoints", "list", "--files", "none"], "--files: there is no folder none"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

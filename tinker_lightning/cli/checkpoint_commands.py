@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-from datetime import datetime
+import re
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli.sources import add_server_options
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, TinkerLightningError, printable
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tinker_lightning.client import ServiceClient
     from tinker_lightning.types.responses import Checkpoint
+
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 def add_to(commands: Any) -> None:
@@ -28,6 +31,12 @@ def add_to(commands: Any) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="list checkpoints, the newest first", description=description)
     listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this training run")
+    listing.add_argument(
+        "--files",
+        nargs="+",
+        metavar="FOLDER",
+        help="only those that checkpoint files in these folders name, or that were saved for files in them",
+    )
     listing.add_argument("--json", action="store_true", help="print the list as JSON")
     listing.set_defaults(run=run_list)
     deletion = actions.add_parser("delete", help="delete checkpoints", description=description)
@@ -36,7 +45,19 @@ def add_to(commands: Any) -> None:
     deletion.add_argument("--all", action="store_true", help="all checkpoints of the server")
     deletion.add_argument("--yes", action="store_true", help="required with --run and --all")
     deletion.set_defaults(run=run_delete)
-    for each in (listing, deletion):
+    pruning = actions.add_parser(
+        "prune",
+        help="delete states that no checkpoint file names anymore",
+        description="Deletes the states that runs on this machine saved for checkpoint files in some folders, and that "
+        "no file in these folders names anymore. Nothing is deleted if a folder or file cannot be read.",
+    )
+    pruning.add_argument("--files", nargs="+", metavar="FOLDER", required=True, help="the folders of checkpoint files")
+    pruning.add_argument(
+        "--older-than", type=_age, default="1d", metavar="AGE", help="the least age, such as 12h; by default 1d"
+    )
+    pruning.add_argument("--yes", action="store_true", help="delete what is listed")
+    pruning.set_defaults(run=run_prune)
+    for each in (listing, deletion, pruning):
         add_server_options(each)
 
 
@@ -44,17 +65,39 @@ def run_list(options: argparse.Namespace) -> int:
     """Prints the checkpoints of a server; returns the exit code."""
     with _connect(options) as service:
         checkpoints = _checkpoints(service, options.run_id)
-        location = _location(service)
+        location, base_models = _location(service), _base_models(service)
+    named: Mapping[str, str] | None = None
+    if options.files:
+        named, left = _named(options.files), _saved_for(checkpoints, options.files)
+        checkpoints = [each for each in checkpoints if each.tinker_path in named or each in left]
+    rows = [_row(each, base_models, named) for each in checkpoints]
     if options.json:
-        print(
-            json.dumps(
-                [dataclasses.asdict(checkpoint) for checkpoint in checkpoints], indent=2, default=datetime.isoformat
-            )
-        )
+        content = [dataclasses.asdict(each) | row for each, row in zip(checkpoints, rows, strict=True)]
+        print(json.dumps(content, indent=2, default=datetime.isoformat))
         return 0
-    for each in checkpoints:
-        print(f"{each.tinker_path}  {each.checkpoint_type}  {_size([each])}  {each.time:%Y-%m-%d %H:%M}")
+    _print(checkpoints, rows)
     print(f"{len(checkpoints)} checkpoints, {_size(checkpoints)}, in {location}")
+    return 0
+
+
+def run_prune(options: argparse.Namespace) -> int:
+    """Deletes the states that no file in the folders names; returns the exit code."""
+    with _connect(options) as service:
+        # Before the files are read: what a run saves in the meantime is not deleted.
+        checkpoints = _saved_for(_checkpoints(service, None), options.files)
+        named = _named(options.files)
+        oldest = datetime.now(UTC) - options.older_than
+        left = [each for each in checkpoints if each.tinker_path not in named and _time(each) <= oldest]
+        _print(left, [_row(each, _base_models(service), None) for each in left])
+        total = f"{len(left)} states, {_size(left)}, in {_location(service)}"
+        if left and not options.yes:
+            raise InvalidInput(
+                f"this would delete {total}, which no file in the folders names. Files that were moved away cannot "
+                "be used without them. Pass --yes to delete them."
+            )
+        for each in left:
+            service.delete_checkpoint(each.tinker_path)
+    print(f"deleted {total}")
     return 0
 
 
@@ -96,6 +139,95 @@ def _checkpoints(service: ServiceClient, run_id: str | None) -> list[Checkpoint]
         if not page.checkpoints or page.cursor is None or len(checkpoints) >= page.cursor.total_count:
             prefix = "" if run_id is None else f"tinker://{run_id}/"
             return [each for each in checkpoints if each.tinker_path.startswith(prefix)]
+
+
+def _base_models(service: ServiceClient) -> dict[str, str]:
+    """Returns the base models of training runs; none on servers that do not list them."""
+    rest, runs = service.create_rest_client(), list[Any]()
+    while True:
+        try:
+            page = rest.list_training_runs(limit=100, offset=len(runs)).result()
+        except TinkerLightningError:
+            return {}
+        runs += page.training_runs
+        if not page.training_runs or page.cursor is None or len(runs) >= page.cursor.total_count:
+            return {each.training_run_id: each.base_model for each in runs}
+
+
+def _named(folders: Sequence[str]) -> dict[str, str]:
+    """Returns the states that the files in folders name, each with its file; raises if a folder or file is unreadable.
+
+    In sub-folders, only files with the name *.ckpt are read.
+    """
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    from tinker_lightning.lightning.checkpoint.retention import UNREADABLE, NamedStates
+
+    files, named = NamedStates(), dict[str, str]()
+    for folder in folders:
+        fs, path = url_to_fs(folder)
+        if not fs.isdir(path):
+            raise InvalidInput(f"--files: there is no folder {folder}")
+        for file, states in (files.by_file(folder, 1) | files.by_file(folder, None, ".ckpt")).items():
+            if UNREADABLE in states:
+                raise InvalidInput(
+                    f"--files: {file} cannot be read, so it may name any state. If it is damaged, move it away."
+                )
+            named |= dict.fromkeys(states, file)
+    return named
+
+
+def _saved_for(checkpoints: Sequence[Checkpoint], folders: Sequence[str]) -> list[Checkpoint]:
+    """Returns the states that were saved for files in these folders."""
+    from tinker_lightning.client.files.checkpoints import written_into
+    from tinker_lightning.lightning.checkpoint.retention import folder_id
+
+    ids = {folder_id(folder) for folder in folders}
+    return [each for each in checkpoints if written_into(each) in ids]
+
+
+def _row(each: Checkpoint, base_models: Mapping[str, str], named: Mapping[str, str] | None) -> dict[str, str | None]:
+    """Returns what a listing shows about a checkpoint in addition to its own fields."""
+    from tinker_lightning.client.files.checkpoints import run_of, saved_by
+
+    row = {"base_model": base_models.get(run_of(each.tinker_path) or ""), "run": saved_by(each)}
+    return row if named is None else {**row, "file": named.get(each.tinker_path)}
+
+
+def _print(checkpoints: Sequence[Checkpoint], rows: Sequence[Mapping[str, str | None]]) -> None:
+    """Prints a table with one line per checkpoint."""
+    now = datetime.now(UTC)
+    names = [name.upper().replace("_", " ") for name in next(iter(rows), ())]
+    table = [["PATH", "KIND", "SIZE", "AGE", "EXPIRES", *names]]
+    for each, row in zip(checkpoints, rows, strict=True):
+        expires = "never" if each.expires_at is None else f"in {_duration(each.expires_at - now)}"
+        own = [each.tinker_path, each.checkpoint_type, _size([each]), _duration(now - _time(each)), expires]
+        table.append([*own, *(value or "-" for value in row.values())])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table if checkpoints else ():
+        print(printable("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()))
+
+
+def _time(checkpoint: Checkpoint) -> datetime:
+    time = checkpoint.time
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+
+
+def _duration(time: timedelta) -> str:
+    """Returns a duration in its largest unit."""
+    seconds = max(0, int(time.total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+def _age(text: str) -> timedelta:
+    """Parses an age, a whole number with a unit: 90s, 30m, 12h or 1d."""
+    match = re.fullmatch(rf"(\d{{1,6}})([{''.join(_UNITS)}])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number with a unit: 90s, 30m, 12h or 1d")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 def _location(service: ServiceClient) -> str:

@@ -268,7 +268,7 @@ class TinkerStrategy(SingleDeviceStrategy):
             raise files.unreadable(checkpoint_path, error) from error
         module, trainer = self._module, self._trainer
         if self.release_states and not self._depth:
-            self._retention.loaded = checkpoint_path
+            self._retention.loaded = checkpoint_path, trainer is not None and trainer.state.fn == TrainerFn.FITTING
         # A search for a learning rate in the middle of a fit restores the loops itself.
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not self._depth:
             self._resume = None

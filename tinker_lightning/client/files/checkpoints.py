@@ -26,6 +26,10 @@ SHORT_SECONDS = 5.0
 # The number of checkpoints that a page of a listing is asked for.
 PAGE = 100
 
+# The metadata of a state that was saved for a checkpoint file: the run, which a resume continues, and the `folder_id`
+# of the file's folder.
+RUN, FOLDER = "tinker_lightning_run", "tinker_lightning_folder"
+
 # tinker://run/kind/name, and the forms of other servers: tinker://model/name, twinkle://run/kind/name.
 _KINDS = "weights|sampler_weights|external_weights"
 _PATH = re.compile(rf"(?:tinker|twinkle)://([^/]+)/((?:(?:{_KINDS})/)?(?!(?:{_KINDS})$)[^/]+)")
@@ -46,6 +50,16 @@ def run_of(path: str) -> str | None:
     """Returns the run that a path names; None if it has a form that does not tell, such as open-rl's sampler paths."""
     match = _PATH.fullmatch(path)
     return None if match is None else match[1]
+
+
+def saved_by(state: Checkpoint) -> str | None:
+    """Returns the run that saved a state for a checkpoint file; None for anything else on a server."""
+    return (state.user_metadata or {}).get(RUN)
+
+
+def written_into(state: Checkpoint) -> str | None:
+    """Returns the id of the folder of the checkpoint file for which a state was saved; None for anything else."""
+    return (state.user_metadata or {}).get(FOLDER)
 
 
 def url(path: str) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import Unsupported
 from tinker_lightning.lightning.checkpoint.files import ARCHIVE
 from tinker_lightning.remote import lm
@@ -46,9 +47,6 @@ UNREADABLE = "?"
 
 TTL_DAYS = 7
 """The days after which a state expires, where the server supports it, if no file names it."""
-
-# The metadata of states: the run, which a resume continues, and a hash of the folder's address.
-_RUN, _FOLDER = "tinker_lightning_run", "tinker_lightning_folder"
 
 
 class StateRetention:
@@ -78,7 +76,8 @@ class StateRetention:
         self._own: set[str] = set()  # the states of all files that this process has written
         self._folders = folders
         self._saving: str | os.PathLike[str] | None = None  # the file that the trainer saves
-        self.loaded: str | os.PathLike[str] | None = None  # a file whose folder `adopt_loaded` will adopt
+        # A file whose folder `adopt_loaded` will adopt, and whether a fit resumes from it.
+        self.loaded: tuple[str | os.PathLike[str], bool] | None = None
         self._adopted: set[str] = set()
         self._run = uuid.uuid4().hex[:16]
         self._is_resumed = False
@@ -114,7 +113,10 @@ class StateRetention:
         self.adopt_loaded()
         options: dict[str, Any] = {"ttl_seconds": TTL_DAYS * 24 * 3600}
         if self._saving is not None:
-            options["user_metadata"] = {_RUN: self._run, _FOLDER: folder_id(folder_of(self._saving))}
+            options["user_metadata"] = {
+                checkpoints.RUN: self._run,
+                checkpoints.FOLDER: folder_id(folder_of(self._saving)),
+            }
         return options
 
     def before_save(self, file: str | os.PathLike[str]) -> frozenset[str]:
@@ -146,10 +148,10 @@ class StateRetention:
                 self._expiring.discard(state)
 
     def adopt_loaded(self) -> None:
-        """Adopts the folders of the `loaded` file and of checkpoint callbacks; the run of the file continues."""
-        loaded, self.loaded = self.loaded, None
-        if loaded is not None:
-            self.adopt([folder_of(loaded), *self._folders()], self.states_of(loaded))
+        """Adopts the folders of the `loaded` file and of checkpoint callbacks; a fit continues the run of the file."""
+        if self.loaded is not None:
+            (file, self._is_resumed), self.loaded = self.loaded, None
+            self.adopt([folder_of(file), *self._folders()], self.states_of(file))
 
     def adopt(self, folders: Iterable[str], resumed: frozenset[str] = _NONE) -> None:
         """Keeps the states of all files in folders that are used for the first time; others of the run expire.
@@ -158,7 +160,7 @@ class StateRetention:
 
         Args:
             folders: The folders.
-            resumed: The states that the run resumes from. They tell which run it continues.
+            resumed: The states that were loaded. They tell which run a fit continues.
         """
         new = {folder for folder in folders if not folder.startswith(("http://", "https://"))} - self._adopted
         self._adopted |= new
@@ -184,16 +186,17 @@ class StateRetention:
         # Listed before the files are read: a state that does not expire has its file by then, also one of another
         # process.
         listed = {each.tinker_path: each for each in self._listing()}
-        if runs := {run for state in resumed if state in listed and (run := run_of(listed[state])) is not None}:
-            self._run, self._is_resumed = min(runs), True
+        for state in resumed & listed.keys():
+            self._run = checkpoints.saved_by(listed[state]) or self._run
         named = self._named(folders) | resumed
         self._expiring |= {state for state in named & listed.keys() if listed[state].expires_at is not None}
         if not self._is_resumed or UNREADABLE in named:
             return
-        marks = [(self._run, folder_id(folder)) for folder in folders]
-        left = [state for state, each in listed.items() if (run_of(each), written_into(each)) in marks]
-        for state in sorted(set(left) - named - self._own):
-            if listed[state].expires_at is None:
+        ids = {folder_id(folder) for folder in folders}
+        for state in sorted(listed.keys() - named - self._own):
+            each = listed[state]
+            is_left = checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
+            if is_left and each.expires_at is None:
                 self._set_expiry(state, TTL_DAYS * 24 * 3600)
                 logger.warning(
                     "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
@@ -296,16 +299,6 @@ def folder_id(folder: str) -> str:
     is_local = isinstance(fs, LocalFileSystem)
     address = f"file://{socket.gethostname()}{os.path.realpath(path)}" if is_local else fs.unstrip_protocol(path)
     return hashlib.sha256(address.encode()).hexdigest()[:32]
-
-
-def run_of(state: Checkpoint) -> str | None:
-    """Returns the run that saved a state for a checkpoint file; None for anything else on a server."""
-    return (state.user_metadata or {}).get(_RUN)
-
-
-def written_into(state: Checkpoint) -> str | None:
-    """Returns the `folder_id` of the checkpoint file for which a run saved a state; None for anything else."""
-    return (state.user_metadata or {}).get(_FOLDER)
 
 
 def _files_below(fs: AbstractFileSystem, folder: str, depth: int | None) -> Iterator[dict[str, str]]:
