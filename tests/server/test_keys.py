@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server import create_app
 from tinker_lightning.server import serve as serve_module
 from tinker_lightning.server.keys import Keys, Owner, add_key, read_file, remove_key
+from tinker_lightning.server.trainer.jobs import Job
 from tinker_lightning.types import Datum, TensorData
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import protobuf
@@ -463,6 +465,35 @@ def test_signed_urls_are_worth_what_their_owner_is(alice: Api, bob: dict[str, st
     touch(file)
     assert alice.request("GET", url, headers=none).status_code == 403
     assert alice.request("GET", url, headers=bob).status_code == 403
+
+
+def test_many_sessions_of_one_owner_take_no_more_time_than_the_one_of_another(alice: Api, bob: Any) -> None:
+    now, ran = 100.0, []
+    scheduler = alice.trainer.scheduler
+    vars(scheduler)["_ready"]._clock = lambda: now
+    may_start = threading.Event()
+    held = scheduler.submit(Job("held", "held", lambda: may_start.wait(60), owner=alice.session()))
+
+    def submit(name: str, session: str) -> None:
+        def run() -> None:
+            nonlocal now
+            now += 1.0
+            ran.append(name)
+
+        jobs.append(scheduler.submit(Job(f"{session}:{len(jobs)}", "work", run, owner=session)))
+
+    jobs: list[Job] = []
+    for _ in range(10):
+        session = alice.post("create_session", {}, headers=bob).json()["session_id"]
+        for _ in range(2):
+            submit("bob", session)
+    session = alice.session()
+    for _ in range(10):
+        submit("alice", session)
+    may_start.set()
+    for job in (held, *jobs):
+        job.future.result(60)
+    assert 9 <= ran[:20].count("alice") <= 10  # and not two, as one of eleven sessions
 
 
 def test_a_key_can_be_sent_as_a_bearer_token(alice: Api, bob: dict[str, str]) -> None:

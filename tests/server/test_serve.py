@@ -24,10 +24,10 @@ import tinker
 from starlette.responses import PlainTextResponse
 
 from tinker_lightning import AdamParams, Datum, cli, connect
-from tinker_lightning.errors import InvalidInput, ModelNotFound, ServerUnreachable
+from tinker_lightning.errors import InvalidInput, ModelNotFound, ServerUnreachable, Unauthorized
 from tinker_lightning.server import create_app, serve
 from tinker_lightning.server.http import LocalHost, is_loopback
-from tinker_lightning.server.keys import add_key
+from tinker_lightning.server.keys import add_key, remove_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -355,6 +355,40 @@ def test_tls_with_a_private_authority(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(ServerUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
             connect(server.url, api_key=secret).get_server_capabilities()
         assert secret not in server.log
+
+
+@pytest.mark.soak
+def test_a_key_that_is_removed_ends_the_run_of_its_client_and_no_other(tmp_path: Path) -> None:  # R5.18
+    keys = tmp_path / "keys"
+    secrets = {name: add_key(keys, name) for name in ("alice", "bob", "carol")}
+    with running(tmp_path, "--api-key-file", str(keys)) as server, contextlib.ExitStack() as stack:
+        ours, others = (
+            stack.enter_context(connect(server.url, api_key=secrets[name])).create_lora_training_client("tiny", rank=4)
+            for name in ("alice", "carol")
+        )
+        stack.enter_context(pytest.raises(tinker.AuthenticationError))  # when it ends its session
+        service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=secrets["bob"]))
+        official = service.create_lora_training_client(base_model="tiny", rank=4).result()
+
+        def step(client: Any) -> None:
+            client.optim_step(AdamParams() if client is not official else tinker.AdamParams()).result()
+
+        for client in (ours, official, others):
+            step(client)
+        for name in ("alice", "bob"):
+            remove_key(keys, name)
+        with pytest.raises(Unauthorized, match="rejected the API key"):
+            step(ours)
+        with pytest.raises(tinker.AuthenticationError):
+            step(official)
+        step(others)
+        shown = server.client(headers={"x-api-key": secrets["carol"]}).get(f"{server.url}/metrics").text
+        assert "\ntinker_sessions 1\n" in shown
+        assert [name for name in ("alice", "bob", "carol") if f"the key {name} was removed" in server.log] == [
+            "alice",
+            "bob",
+        ]
+        assert not any(secret in server.log for secret in secrets.values())
 
 
 def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
