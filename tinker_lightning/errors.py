@@ -20,6 +20,7 @@ Each class also derives from the matching builtin, so that `except ValueError` w
     │       ├── MessageTooLarge            a body that exceeds the size limit
     │       └── UnsupportedMediaType       an unknown content type or encoding
     ├── NotFound (LookupError)             a model, checkpoint, session or result that does not exist
+    │   ├── SessionLost                    a session that a restarted server does not have, or that was ended there
     │   ├── ModelNotFound                  a base model that is not served or not installed
     │   └── NotRetained                    a forward pass whose activations the server does not keep
     ├── Unauthorized (PermissionError)     a missing or wrong API key
@@ -147,6 +148,10 @@ class UnsupportedMediaType(InvalidMessage):
 
 class NotFound(TinkerLightningError, LookupError):
     """A model, checkpoint, session or result does not exist."""
+
+
+class SessionLost(NotFound):
+    """The server was restarted or has ended the session, and no longer has its models."""
 
 
 class ModelNotFound(NotFound):

@@ -53,8 +53,8 @@ def test_a_backend_without_all_methods_raises_and_names_them() -> None:
 
     with pytest.raises(
         InvalidInput,
-        match=r"^Half cannot be trained: it has no server, storage, dialect, optimizer_kind, retains, can_expire, "
-        r"prepare, .*",
+        match=r"^Half cannot be trained: it has no server, storage, dialect, pause, optimizer_kind, retains, "
+        r"can_expire, prepare, .*",
     ):
         as_backend(Half())
 

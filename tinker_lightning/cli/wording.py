@@ -32,6 +32,8 @@ EXPORT: Mapping[str, str] = {
 """Advice in messages about an export."""
 
 STAGES: Mapping[str, str] = {
+    r"Resume with ckpt_path (\S+), from": r"Resume with the same command and --ckpt_path \1, from",
+    r"TinkerStrategy\(max_wait=(\S+)\)": r"max_wait \1 of the strategy",
     r"or pass api_key=\.": "or pass --model.api_key KEY.",
     r"use Trainer\(strategy='tinker', devices=1, num_nodes=1\)": "use --trainer.devices 1 --trainer.num_nodes 1",
     r"Use gradient_clip_algorithm='norm'": "Use --trainer.gradient_clip_algorithm norm",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.futures import TinkerFuture, UnreadFailures
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.recording import Recording
+    from tinker_lightning.client.transport.retries import Pause
     from tinker_lightning.types import Datum, ForwardBackwardOutput, GetInfoResponse
     from tinker_lightning.types.params import OptimParams
     from tinker_lightning.types.responses import Checkpoint
@@ -46,6 +47,10 @@ class TrainingBackend(Protocol):
     @property
     def dialect(self) -> Dialect:
         """The dialect of the server."""
+
+    @property
+    def pause(self) -> Pause | None:
+        """What the requests of this backend wait for; None if they get on, or if it is not known."""
 
     @property
     def optimizer_kind(self) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from typing_extensions import override
 
-from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout
+from tinker_lightning.errors import ClientClosed, ClientForked, ResultTimeout, SessionLost
 from tinker_lightning.threads import background
 
 if TYPE_CHECKING:
@@ -392,5 +392,6 @@ def raise_together(failures: Sequence[BaseException]) -> None:
 def note_failures(error: BaseException, failures: Iterable[BaseException]) -> None:
     """Adds unhandled failures as notes to an error that is raised instead."""
     for other in failures:
-        if other is not error:
+        is_same = isinstance(error, SessionLost) and isinstance(other, SessionLost)  # what ends all requests at once
+        if other is not error and not is_same:
             error.add_note(f"Another unhandled failure: {type(other).__name__}: {other}")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.passes.request import ServerPass
     from tinker_lightning.client.passes.sender import Sender
     from tinker_lightning.client.transport.recording import Recording
+    from tinker_lightning.client.transport.retries import Pause
     from tinker_lightning.losses.custom import LossFn
     from tinker_lightning.losses.regularizers.composition import Regularizer
     from tinker_lightning.lossgraph.server_loss import ServerLoss
@@ -246,6 +247,11 @@ class BaseTrainingClient:
     def dialect(self) -> Dialect:
         """The dialect of the server."""
         return self._sender.dialect
+
+    @property
+    def pause(self) -> Pause | None:
+        """What the requests of this client's session wait for; None if they get on, or if it is not known."""
+        return self._sender.pause
 
     @property
     def retains(self) -> bool:

@@ -7,22 +7,22 @@ import functools
 import logging
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from tinker_lightning.errors import LossWithoutGradient
+from tinker_lightning.errors import LossWithoutGradient, ResultExpired, ResultTimeout, ServerUnreachable, SessionLost
 from tinker_lightning.lightning import _compat, checks, loggers, reports
 from tinker_lightning.lightning.checkpoint import contents, files
 from tinker_lightning.lightning.checkpoint.format import SECTION, read_window
 from tinker_lightning.lightning.deferred_metrics import LossWatch
 from tinker_lightning.lightning.hyperparameters import hide_in_configs
 from tinker_lightning.lightning.progress import StepBar, StepCount, replace_default_bar
-from tinker_lightning.lightning.session import LAST_WAIT
+from tinker_lightning.lightning.session import LAST_WAIT, WaitTerminated
 from tinker_lightning.losses import custom
 from tinker_lightning.losses.regularizers.composition import as_regularizers
 from tinker_lightning.remote.calls import TokenCount
@@ -290,6 +290,9 @@ class RemoteHooks(pl.Callback):
             return
         steps, self._steps = self._steps, None
         steps.update()
+        if isinstance(error, SessionLost | ServerUnreachable | ResultExpired | ResultTimeout):
+            resume = reports.describe_resume(self._trainer, steps.finished, self.files)
+            error.args = (f"{error} Resume {resume}.",)
         if not steps.taken:
             return
         trained = self._module.lm.handle.remote.tokens - self._tokens
@@ -321,10 +324,22 @@ class RemoteHooks(pl.Callback):
                 self._steps.add(requests.optim, remote.tokens.trained)
 
     def _while_waiting(self) -> None:
-        self._check_sigterm()
+        pauses = [remote.pause for remote in remotes_of(self._module)]
+        pause = max(filter(None, pauses), key=lambda each: each.seconds, default=None)
+        self._check_sigterm(is_fault=pause is not None and pause.is_fault)
+        limit = getattr(self._trainer.strategy, "max_wait", None)
+        if pause is not None and limit is not None:
+            until = time.time() + limit - pause.seconds
+            pause = replace(pause, until=until if pause.until is None else min(until, pause.until))
+            if pause.seconds > limit:
+                raise ResultTimeout(
+                    f"the fit has waited for {pause.seconds:.0f} s, and TinkerStrategy(max_wait={limit:g}) allows no "
+                    f"more: {pause.reason}."
+                )
         bar = self._trainer.progress_bar_callback
         if self._steps is not None and isinstance(bar, StepBar):  # which other hooks draw only between batches
             self._steps.update()
+            bar.pause = "" if pause is None else str(pause)
             bar.draw(self._trainer, waits=True)
 
     def _show_steps(self) -> None:
@@ -333,18 +348,23 @@ class RemoteHooks(pl.Callback):
             return
         self._steps.update()
         bar = self._trainer.progress_bar_callback
-        if bar is not None and not isinstance(bar, StepBar):  # that one is drawn by its own hook, which follows
+        if isinstance(bar, StepBar):  # which is drawn by its own hook, which follows
+            bar.pause = ""
+        elif bar is not None:
             counts = {"steps_done": self._steps.finished, "in_flight": self._steps.in_flight}
             self._trainer.progress_bar_metrics.update(counts)
 
-    def _check_sigterm(self) -> None:
-        """Ends a wait some seconds after a SIGTERM; Lightning checks for it only between batches."""
+    def _check_sigterm(self, *, is_fault: bool) -> None:
+        """Ends a wait some seconds after a SIGTERM, at once if the server is silent or refuses what is waited for.
+
+        Lightning checks for it only between batches.
+        """
         if not self._trainer.received_sigterm:
             self._terminated = None
         elif self._terminated is None:
             self._terminated = time.monotonic()
-        elif time.monotonic() - self._terminated > LAST_WAIT:
-            raise SIGTERMException
+        elif is_fault or time.monotonic() - self._terminated > LAST_WAIT:
+            raise WaitTerminated
 
 
 def _continue_logs(trainer: pl.Trainer, file: Any) -> None:

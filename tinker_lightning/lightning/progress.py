@@ -133,6 +133,8 @@ class StepBar(ProgressBar):
         """The steps of the fit of a remote module."""
         self.waiting_for = ""
         """What the fit waits for, which the bar shows."""
+        self.pause = ""
+        """What the server does not answer, and for how long, which the bar shows as well."""
         self._drawn = (-1, 0.0)  # the number of finished steps, and the time
 
     @property
@@ -147,6 +149,10 @@ class StepBar(ProgressBar):
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+    @property
+    def _wait(self) -> str:
+        return ", ".join(filter(None, (self.waiting_for, self.pause)))
 
     def draw(self, trainer: pl.Trainer, *, waits: bool = False) -> None:
         """Draws the steps; while the fit `waits`, only if that shows something new, and no file fills with it."""
@@ -255,7 +261,7 @@ class StepTQDMProgressBar(StepBar, TQDMProgressBar):
         bar = self._bar
         if bar is None or bar.disable:
             return
-        bar.n, bar.waiting_for = steps.finished, self.waiting_for
+        bar.n, bar.waiting_for = steps.finished, self._wait
         if with_metrics:
             bar.set_postfix(self.get_metrics(trainer, trainer.lightning_module), refresh=False)
         bar.refresh()
@@ -298,7 +304,7 @@ class StepRichProgressBar(StepBar, RichProgressBar):
             completed=steps.finished,
             steps=steps.describe_steps(),
             times=f"{clock(steps.elapsed)}<{remaining}",
-            speed=" ".join(each for each in (steps.describe_speed(), self.waiting_for) if each),
+            speed=" ".join(each for each in (steps.describe_speed(), self._wait) if each),
         )
         if with_metrics:
             _compat.UPDATE_METRICS.get(self)(trainer, trainer.lightning_module)

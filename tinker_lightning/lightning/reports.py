@@ -127,19 +127,23 @@ def failure_report(
     name = _SIGNALS.get(type(error), type(error).__name__)
     total = f" of {steps.total:,.0f}" if math.isfinite(steps.total) else ""
     lines = {"Stopped": f"by {name} after step {steps.finished:,}{total}: {_describe_work(steps, tokens)}"}
+    lines["Resume"] = describe_resume(trainer, steps.finished, files)
+    return lines
+
+
+def describe_resume(trainer: pl.Trainer, finished: int, files: Mapping[str, int]) -> str:
+    """Returns from which checkpoint a fit can resume, and how many of the finished steps are lost."""
     if files:
         path, step = list(files.items())[-1]
-        lost = steps.finished - step
-        lines["Resume"] = f"with ckpt_path {_short(path)}, from step {step:,}"
-        lines["Resume"] += f"; {lost:,} later step{'s' * (lost != 1)} will be repeated" if lost > 0 else ""
-    elif trainer.ckpt_path:
-        lines["Resume"] = f"with ckpt_path {_short(str(trainer.ckpt_path))} again: no checkpoint was written since"
-    else:
-        lines["Resume"] = (
-            "not possible: no checkpoint was written. ModelCheckpoint(every_n_train_steps=100) writes one every 100 "
-            "steps, and OnExceptionCheckpoint(folder) when a fit fails"
-        )
-    return lines
+        lost = finished - step
+        text = f"with ckpt_path {_short(path)}, from step {step:,}"
+        return text + (f"; {lost:,} later step{'s' * (lost != 1)} will be repeated" if lost > 0 else "")
+    if trainer.ckpt_path:
+        return f"with ckpt_path {_short(str(trainer.ckpt_path))} again: no checkpoint was written since"
+    return (
+        "not possible: no checkpoint was written. ModelCheckpoint(every_n_train_steps=100) writes one every 100 "
+        "steps, and OnExceptionCheckpoint(folder) when a fit fails"
+    )
 
 
 def _describe_work(steps: StepCount, tokens: TokenCount) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from tinker_lightning.client import connect, models
@@ -41,7 +42,11 @@ else:
     _classmethod = type(inspect.getattr_static(pl.LightningModule, "load_from_checkpoint"))
 
 # How many seconds a run that is ending waits for the server.
-LAST_WAIT = 5.0
+LAST_WAIT = 2.0
+
+
+class WaitTerminated(SIGTERMException):
+    """A wait that was ended some seconds after a SIGTERM."""
 
 
 class SessionModule(pl.LightningModule):

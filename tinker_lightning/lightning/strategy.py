@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import InvalidInput
 from tinker_lightning.lightning import _compat, checks, hooks
 from tinker_lightning.lightning.checkpoint import contents, files, loop_position
 from tinker_lightning.lightning.checkpoint.format import SECTION, new_section
@@ -30,7 +30,7 @@ from tinker_lightning.lightning.checkpoint.loaders import (
 )
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.module import RemoteModule
-from tinker_lightning.lightning.session import LAST_WAIT
+from tinker_lightning.lightning.session import LAST_WAIT, WaitTerminated
 from tinker_lightning.remote.lm import fresh_states, raise_first, settle, wait_for_all
 from tinker_lightning.rows.batches import as_list, count_datums, except_datums
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinker_lightning")
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
 _RESUMED = (ResumableLoader, PositionedLoader)
 _WRAPPED = (*_RESUMED, IsolatedRngLoader)
 
@@ -66,6 +65,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         look_ahead: Whether to send the forward passes of an accumulation window together.
         release_states: Whether to delete a remote state when no checkpoint file names it anymore.
             On servers that support expiry, a new state expires unless its file is written.
+        max_wait: How many seconds the fit waits while no request gets a result. After that it ends with an error that
+            names the newest checkpoint. None waits for as long as the server works, and five minutes for a silent one.
         checkpoint_io: The plugin that writes files, as for any strategy.
         precision_plugin: The precision of local parameters, as for any strategy.
     """
@@ -77,12 +78,16 @@ class TinkerStrategy(SingleDeviceStrategy):
         *,
         look_ahead: bool = True,
         release_states: bool = True,
+        max_wait: float | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        if max_wait is not None and not max_wait > 0:
+            raise InvalidInput(f"max_wait must be a positive number of seconds, or None, got {max_wait!r}")
         super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.look_ahead = look_ahead
         self.release_states = release_states
+        self.max_wait = max_wait
         self._ahead = LookAhead()
         self._resume: loop_position.Resume | None = None
         self._depth = 0  # 1 during training, 2 if a callback searches for a learning rate meanwhile
@@ -163,10 +168,9 @@ class TinkerStrategy(SingleDeviceStrategy):
         self._loader_states = None
         self._depth += 1
         self._retention.adopt_loaded()
-        resume, self._resume = self._resume, None
+        trainer, resume, self._resume = self._module.trainer, self._resume, None
         if resume is None:
             return
-        trainer = self._module.trainer
         resume.restore_limits(trainer)
         loaders: Any = CombinedLoader(trainer.train_dataloader, "max_size_cycle").flattened
         for loader, state in zip(loaders, resume.loaders, strict=False):
@@ -255,17 +259,7 @@ class TinkerStrategy(SingleDeviceStrategy):
     def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint as `files.read` does. The position is restored when training starts."""
         files.secure(self)
-        # A user's plugin may not have the argument, because Lightning 2.5 does not pass it.
-        *_, plugin = _compat.nested_plugins(self.checkpoint_io)
-        has_argument = is_param_in_hook_signature(plugin.load_checkpoint, "weights_only")
-        options = {"weights_only": weights_only is not False} if has_argument else {}
-        try:
-            checkpoint = self.checkpoint_io.load_checkpoint(checkpoint_path, **options)
-        except Exception as error:  # of a user's plugin
-            is_worded = isinstance(error, OSError) and str(checkpoint_path) in str(error)
-            if is_worded or isinstance(error, TinkerLightningError):
-                raise
-            raise files.unreadable(checkpoint_path, error) from error
+        checkpoint = files.read_by(self.checkpoint_io, checkpoint_path, weights_only)
         module, trainer = self._module, self._trainer
         if self.release_states and not self._depth:
             self._retention.loaded = checkpoint_path, trainer is not None and trainer.state.fn == TrainerFn.FITTING
@@ -280,8 +274,7 @@ class TinkerStrategy(SingleDeviceStrategy):
 
     def _checkpoint_folders(self) -> list[str]:
         callbacks = [] if self._trainer is None else self._trainer.checkpoint_callbacks
-        folders = [getattr(callback, "dirpath", None) for callback in callbacks]
-        return [str(folder) for folder in folders if folder]
+        return [str(folder) for each in callbacks if (folder := getattr(each, "dirpath", None))]
 
     # The end.
 
@@ -304,10 +297,11 @@ class TinkerStrategy(SingleDeviceStrategy):
         super().on_exception(exception)
         self._retention.loaded = None  # if its state could not be loaded, no other request may wait for the server
         module = self.lightning_module
+        seconds = 0.0 if isinstance(exception, WaitTerminated) else LAST_WAIT  # which has passed
         if isinstance(module, RemoteModule):
-            module.settle(LAST_WAIT, exception)
+            module.settle(seconds, exception)
         elif module is not None:
-            settle(module, LAST_WAIT, exception)
+            settle(module, seconds, exception)
         if module is not None:
             hooks.report_failure(module.trainer, exception)
 

@@ -321,7 +321,8 @@ def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
 
     A `KeyboardInterrupt` or `SystemExit` gets no notes; the next use of the models raises the failures.
     """
-    wait_for_all(module, timeout)
+    is_fault = any(remote.pause is not None and remote.pause.is_fault for remote in remotes_of(module))
+    wait_for_all(module, 0.0 if is_fault else timeout)
     if isinstance(error, Exception):
         for remote in remotes_of(module):
             note_failures(error, remote.unread.take_failures())

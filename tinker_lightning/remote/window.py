@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tinker_lightning.client.futures import TinkerFuture
+    from tinker_lightning.client.transport.retries import Pause
     from tinker_lightning.remote.calls import Pass, PreparedCall
     from tinker_lightning.remote.gradient import Clip
     from tinker_lightning.types import ForwardBackwardOutput
@@ -105,6 +106,11 @@ class RemoteModel:
     def unread(self) -> UnreadFailures:
         """The futures of the backend with unhandled failures; empty before there is a backend."""
         return UnreadFailures() if self._backend is None else self._backend.unread
+
+    @property
+    def pause(self) -> Pause | None:
+        """What the requests of the model wait for, if they do."""
+        return None if self._backend is None else self._backend.pause
 
     @property
     def is_created(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -16,7 +17,8 @@ from tests.helpers.client_data import DATA
 from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
-from tinker_lightning.client.transport.retries import RetryPolicy, StatusLog
+from tinker_lightning.client.transport import retries
+from tinker_lightning.client.transport.retries import RetryPolicy, Waits
 from tinker_lightning.errors import (
     InvalidInput,
     NotFound,
@@ -168,12 +170,25 @@ def test_retries_end_after_the_limit(trainer: EmbeddedTrainer) -> None:
         model.optim_step().result()
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are shown and logged within tenths of a second."""
+    times = {"_SHOWN_SECONDS": 0.05, "_UPDATE_SECONDS": 0.02, "_LOG_SECONDS": (0.1, 60.0)}
+    for name, value in times.items():
+        monkeypatch.setattr(retries, name, value)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [f"{each.levelname} {each.getMessage()}" for each in caplog.records if each.name == retries.logger.name]
+
+
+@pytest.mark.usefixtures("soon")
 def test_every_outage_is_shown_also_after_one_that_failed(
     shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(httpx.ASGITransport(create_app(shared)))
     with ServiceClient(
-        base_url="http://embedded", transport=script, retry_policy=replace(QUICK, seconds=0.2)
+        base_url="http://embedded", transport=script, retry_policy=replace(QUICK, seconds=0.5)
     ) as service:
         for _ in range(2):
             script.answers["create_model"] = [again(500)] * 1000
@@ -181,13 +196,12 @@ def test_every_outage_is_shown_also_after_one_that_failed(
                 service.create_lora_training_client("tiny", rank=4)
             script.answers.clear()
             service.create_lora_training_client("tiny", rank=4)
-    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 500" in record.getMessage()]
+    shown = [line for line in logged(caplog) if "http://embedded answers HTTP 500 (not now), gives up at" in line]
     assert len(shown) == 2
+    assert all(line.startswith("WARNING http://embedded: waiting for 0 s: ") for line in shown)
 
 
-def test_an_account_without_credit_has_its_own_retry_limit(
-    shared: EmbeddedTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_account_without_credit_has_its_own_retry_limit(shared: EmbeddedTrainer) -> None:
     script = Script(httpx.ASGITransport(create_app(shared)))
     retry_policy = replace(QUICK, seconds=0.1, billing_delay=0.05)
     config = {"billing_exception_max_pause_duration_sec": 2.0, "parallel_fwdbwd_chunks": True}
@@ -201,21 +215,110 @@ def test_an_account_without_credit_has_its_own_retry_limit(
         with pytest.raises(OperationFailed, match="HTTP 402"):
             model.optim_step().result()
         script.answers.clear()
-    shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(shown) == 3  # waiting, continuing, waiting
-    assert "waiting because of HTTP 402 (POST http://embedded/ext/v1/optim_step: not now" in shown[0]
-    assert "continuing" in shown[1]
 
 
-def test_a_pause_is_shown_once_however_many_requests_meet_it(
+@pytest.mark.usefixtures("soon")
+def test_a_pause_is_logged_once_however_many_requests_meet_it(
     scripted: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scripted.script.answers["forward_backward"] = [again(429) for _ in range(12)]
+    scripted.script.answers["forward_backward"] = [again(429, **{"retry-after-ms": "150"}) for _ in range(12)]
     futures = [scripted.model.forward(DATA, "cross_entropy") for _ in range(4)]
     for future in futures:
         future.result()
-    shown = [record.getMessage() for record in caplog.records if "waiting because of HTTP 429" in record.getMessage()]
-    assert 1 <= len(shown) <= 4
+    waiting, continuing = logged(caplog)
+    assert "WARNING http://embedded: waiting for 0 s: http://embedded answers HTTP 429 (not now), gives up" in waiting
+    assert continuing.startswith("WARNING http://embedded: continuing after ")
+
+
+def test_a_refusal_that_a_retry_overcomes_within_seconds_is_not_logged(
+    scripted: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.script.answers["forward_backward"] = [again(429)]
+    scripted.model.forward(DATA, "cross_entropy").result()
+    assert logged(caplog) == []
+
+
+class Clock:
+    """The time of the module of waits, without the one of the event loop."""
+
+    strftime, localtime = staticmethod(time.strftime), staticmethod(time.localtime)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retries, "time", clock)
+    return clock
+
+
+# What holds a request up, whether pings are answered, and the level and the text of the log.
+HELD: dict[str, tuple[str, bool, bool, str, str]] = {
+    "work": ("", False, True, "INFO", "forward is queued or running"),
+    "capacity": ("the server's queue is full", False, True, "INFO", "the server's queue is full"),
+    "refusal": ("http://far answers HTTP 503", True, True, "WARNING", "http://far answers HTTP 503, gives up at"),
+    "silence": ("", False, False, "WARNING", "http://far is silent, gives up at"),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_pause_is_logged_at_growing_intervals_and_when_it_ends(
+    kind: str, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, is_fault, hears, level, text = HELD[kind]
+    caplog.set_level("INFO", retries.logger.name)
+    shown: list[int] = []
+
+    async def wait() -> None:
+        waits = Waits("http://far", 300.0)
+        waits.ping = asyncio.Event()
+        with waits.waiting("forward") as each:
+            if reason:
+                each.hold(reason, 300.0, is_fault=is_fault) if is_fault else each.hold(reason)
+            for second in range(200):
+                clock.now = float(second)
+                waits.pinged()
+                if hears:
+                    waits.heard()
+                before = len(caplog.records)
+                waits._measure()
+                shown.extend([second] * (len(caplog.records) - before))
+                assert (waits.pause is None) == (second < 2)
+        assert waits.pause is None
+
+    asyncio.run(wait())
+    assert shown == [10, 30, 60, 120]
+    *lines, last = logged(caplog)
+    assert all(line.startswith(f"{level} http://far: waiting for ") and text in line for line in lines)
+    assert last == f"{level} http://far: continuing after 199 s"
+
+
+def test_other_requests_that_end_are_progress_but_not_for_one_that_is_refused(clock: Clock) -> None:
+    async def wait() -> None:
+        waits = Waits("http://far", 300.0)
+        waits.ping = asyncio.Event()
+        with waits.waiting("forward"), waits.waiting("sample") as sample:
+            clock.now = 5.0
+            waits._measure()
+            assert waits.pause is not None
+            assert waits.pause.seconds == 5
+            with waits.waiting("optim_step"):
+                pass
+            assert not waits.pause
+            sample.hold("HTTP 429\x1b[2J", 300.0, is_fault=True)
+            with waits.waiting("optim_step"):
+                clock.now = 25.0
+            waits._measure()
+            assert str(waits.pause).startswith(r"waiting for 20 s: HTTP 429\x1b[2J, gives up at ")
+
+    asyncio.run(wait())
 
 
 def pending(status: int, state: str = "active", reason: str | None = None) -> httpx.Response:
@@ -232,17 +335,17 @@ def plain(shared: EmbeddedTrainer) -> Iterator[Scripted]:
         yield Scripted(service, script, record)
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("status", [200, 408])
-def test_queue_states_are_shown_once_per_change(plain: Scripted, status: int, caplog: pytest.LogCaptureFixture) -> None:
-    states = [("active", None), *[("paused_capacity", "no machine is free")] * 3, ("paused_rate_limit", None)]
-    plain.script.answers["retrieve_future"] = [pending(status, *state) for state in states]
+def test_the_state_of_a_queue_is_logged(plain: Scripted, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", retries.logger.name)
+    plain.script.answers["retrieve_future"] = [pending(status, "paused_capacity", "no machine is free")] * 6
     assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
-    model = plain.model.model_id
-    assert [record.getMessage() for record in caplog.records if record.name == "tinker_lightning.client"] == [
-        f"{model}: the server's queue is paused_capacity (no machine is free)",
-        f"{model}: the server's queue is paused_rate_limit (no reason given)",
-        f"{model}: continuing",
-    ]
+    waiting, continuing = (line for line in logged(caplog) if "waiting" in line or "continuing" in line)
+    assert (
+        "INFO http://embedded: waiting for 0 s: the server's queue is paused_capacity (no machine is free)" in waiting
+    )
+    assert continuing.startswith("INFO http://embedded: continuing after ")
 
 
 @pytest.mark.parametrize("reading", [httpx.ReadTimeout("slow"), httpx.Response(408), httpx.Response(408, html="<p>")])
@@ -250,9 +353,7 @@ def test_a_poll_that_times_out_is_repeated(
     plain: Scripted,
     reading: httpx.Response | Exception,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tinker_lightning.client.transport.connection._SILENT_SECONDS", 0.0)
     plain.script.answers["retrieve_future"] = [reading] * 3
     assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -287,16 +388,3 @@ def test_a_submission_that_outlasts_the_long_poll_is_fetched(
         held.set()
         assert future.result().metrics["loss:sum"] > 0
     assert [each.path for each in record.requests].count("/ext/v1/forward_backward") == 1
-
-
-def test_states_are_logged_once_per_change(caplog: pytest.LogCaptureFixture) -> None:
-    notices = StatusLog()
-    for state in ("active", "full", "full", "closed", "active", "active", "full"):
-        notices.show("model", state)
-        notices.show("other", "active")
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
-        "model: full",
-        "model: closed",
-        "model: continuing",
-        "model: full",
-    ]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinker_lightning.client.sdk.sender import SdkSender
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
+    from tinker_lightning.client.transport.retries import Pause
     from tinker_lightning.client.transport.session import Session
 
     # The way from one training client to its server, in the Tinker protocol or through a client of another library.
@@ -172,6 +173,11 @@ class ProtocolSender:
     def live(self) -> LiveWeights:
         """The models in training on the server, by all clients of this process."""
         return self.channel.live
+
+    @property
+    def pause(self) -> Pause | None:
+        """What the requests of the session wait for."""
+        return self.session.connection.waits.pause
 
     @property
     def retains(self) -> bool:

@@ -65,6 +65,7 @@ class SdkSender:
     """
 
     retains = False
+    pause = None  # the SDK retries by itself
     waits_for_samples = True  # the SDK posts at the call
 
     def __init__(self, client: Any, inner: Any, dialect: Dialect | None = None, types: Any = sdk) -> None:

@@ -42,7 +42,7 @@ for _name in ("tinker_lightning", "tinker_lightning.client", "tinker_lightning.d
     logging.getLogger(_name).addFilter(_make_printable)
 
 # How long a process that ends without close() waits for requests in flight, in seconds.
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 2.0
 
 
 class _Client(Protocol):

@@ -9,6 +9,7 @@ import logging
 import os
 import textwrap
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -23,7 +24,7 @@ from tinker_lightning.client.transport.answers import (
     json_body,
     may_succeed_later,
 )
-from tinker_lightning.client.transport.retries import FIRST_CONTACT_SECONDS, RetryPolicy, StatusLog
+from tinker_lightning.client.transport.retries import FIRST_CONTACT_SECONDS, RetryPolicy, Wait, Waits
 from tinker_lightning.client.transport.target import HOSTED_URL, password_header, without_password
 from tinker_lightning.errors import (
     AnswerLost,
@@ -59,18 +60,16 @@ T = TypeVar("T")
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 # Servers hold a poll for up to five minutes. The client polls again earlier, because the connection may have died.
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
-# The user sees a warning about a request that fails for longer than this.
-_SILENT_SECONDS = 5.0
 _CLOSING_SECONDS = 0.05
 # What a stranger answers can be long, and its beginning shows what it is.
 _MAX_DETAIL = 500
+_MAX_REASON = 80
 _FIX_URL = "Correct the URL (TINKER_BASE_URL or url=)."
 _FIX_VERSION = "Is its version one that this client knows? `tinker-lightning doctor {url}` shows what it speaks."
 _FIX_ADDRESS = "Use http://host:port, or 'embedded' for a trainer in this process."
 
 # Failures before the request left.
 _NOT_SENT = httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol
-_SHOWN_AT_ONCE = frozenset({402, 429, 500})
 # What OpenSSL says of an answer that is not TLS, by its release.
 _NO_TLS = "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"
 _MAY_HAVE_RUN = "The server may have executed it, and would do so twice if it were sent again."
@@ -103,7 +102,7 @@ class Connection:
         parsed = _check_url(url)
         self.url = without_password(url).rstrip("/")  # also what messages show
         self.credentials = credentials
-        self.status_log = StatusLog()
+        self.waits = Waits(self.url, retry_policy.seconds)
         self.billing_pause_seconds = retry_policy.seconds
         self.has_session = False  # whether the server has answered like a Tinker server
         self._retry_policy = retry_policy
@@ -150,6 +149,8 @@ class Connection:
         repeatable: bool = True,
         is_poll: bool = False,
         record: OperationRecord | None = None,
+        wait: Wait | None = None,
+        timeout: float | None = None,
         most: int = answers.MAX_BYTES,
     ) -> httpx.Response:
         """Sends a request, retrying where that may help, and returns a response that is not an error.
@@ -165,6 +166,8 @@ class Connection:
             repeatable: Whether the request may be sent again after the server may have received it.
             is_poll: Whether the server may hold the request longer than the read timeout, which is raised at once then.
             record: Counts the request and its bytes.
+            wait: The operation that the request belongs to; without one, the request is a wait of its own.
+            timeout: How long to wait for the response, in seconds.
             most: The most bytes that the response may have.
 
         Raises:
@@ -174,7 +177,7 @@ class Connection:
         content = {"Content-Type": wire_json.CONTENT_TYPE} if body is not None else {}
         started = time.monotonic()
         is_replayed = raw_key  # with another token, which is tried once
-        with self.status_log.waiting(self.url) as show:
+        with self.waits.waiting(f"{method} {path}", is_quick=True) if wait is None else nullcontext(wait) as wait:
             for attempt in itertools.count():
                 if self._closed:
                     raise ClientClosed("the client was closed before the result arrived")
@@ -186,8 +189,10 @@ class Connection:
                         _parsed(self.url + path),
                         content=body,
                         headers={"Accept": wire_json.CONTENT_TYPE, **content, **credentials, **(headers or {})},
+                        timeout=_TIMEOUT if timeout is None else timeout,
                     )
                     response, received = await answers.read(await self._client.send(request, stream=True), most)
+                    self.waits.heard()
                     if record is not None:
                         record.add(body, response, received)
                 except httpx.TransportError as cause:
@@ -211,6 +216,8 @@ class Connection:
                         # it before the end is noticed, that request would look as if its answer were lost.
                         await asyncio.sleep(_CLOSING_SECONDS)
                     if response.is_success or (accept is not None and accept(response)):
+                        if wait.is_fault:
+                            wait.resume()
                         return response
                     if not is_replayed and is_token_rejected(response) and await self.credentials.replaced(credentials):
                         is_replayed = True
@@ -220,15 +227,10 @@ class Connection:
                         raise error
                     if not repeatable and not is_turned_away(response):
                         raise AnswerLost(f"{error} {_MAY_HAVE_RUN}")
-                delay = self._retry_policy.delay(attempt, response)
-                waited = time.monotonic() - started
-                if waited + delay > self._limit(response, seconds):
+                delay, limit = self._retry_policy.delay(attempt, response), self._limit(response, seconds)
+                if time.monotonic() - started + delay > limit:
                     raise error
-                if waited + delay > _SILENT_SECONDS or (
-                    response is not None and response.status_code in _SHOWN_AT_ONCE
-                ):
-                    state = type(error).__name__ if response is None else f"HTTP {response.status_code}"
-                    show(f"waiting because of {state}", str(error))
+                wait.hold(_short_reason(self.url, response, error), started + limit, is_fault=True)
                 logger.debug("%s; trying again in %.1f s", error, delay)
                 await asyncio.sleep(delay)
         raise AssertionError("unreachable")
@@ -336,6 +338,16 @@ class Connection:
             f"{self.url} is not a Tinker server: {response.request.method} {response.url.path} returned HTTP "
             f"{response.status_code} and {kind}: {response.text[:60]!r}. {_FIX_URL}"
         )
+
+
+def _short_reason(url: str, response: httpx.Response | None, error: TinkerLightningError) -> str:
+    """Returns why a request is sent again, in a few words."""
+    if response is not None:
+        detail = textwrap.shorten(detail_of(json_body(response)), _MAX_REASON, placeholder=" ...")
+        return f"{url} answers HTTP {response.status_code}" + (f" ({detail})" if detail else "")
+    if isinstance(error.__cause__, httpx.TimeoutException):
+        return f"{url} is silent"
+    return f"{url} drops connections" if isinstance(error, ConnectionDropped) else f"nothing answers at {url}"
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:

@@ -39,6 +39,7 @@ from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from tinker_lightning.client.dialects.dialect import Dialect
+    from tinker_lightning.client.transport.retries import Wait
     from tinker_lightning.client.transport.session import Session
 
 T = TypeVar("T")
@@ -162,41 +163,44 @@ async def perform(
     if record is not None:
         record.posted = time.perf_counter()
     try:
-        taken = True
-        try:
+        with session.running(operation.name) as wait:
+            taken = True
             try:
-                response = await _submit(session, operation)
-            except NotRetained:
-                if operation.whole is None:
-                    raise
-                operation = replace(operation.whole(), record=record)
-                response = await _submit(session, operation)
-        except TinkerLightningError as error:
-            taken = isinstance(error, AnswerLost)
-            raise
-        finally:
-            if on_submitted is not None:
-                on_submitted(taken)
-        for damaged in range(1, _DAMAGED_RESULTS + 1):
-            request_id = response.headers.get(REQUEST_ID_HEADER, "")
-            try:
-                if not session.extensions.submit_and_wait or response.status_code == 408:
-                    receipt = session.connection.json(response)
-                    request_id, sequence_ids = str(receipt.get("request_id") or ""), receipt.get("sample_sequence_ids")
-                    response = await _fetch(session, operation, request_id)
-                result = _decode(session, operation, response)
-                break
-            except NotATinkerServer:
-                if damaged == _DAMAGED_RESULTS or not session.dialect.deduplicates:
-                    raise
-                await asyncio.sleep(damaged * _DAMAGED_SECONDS)
-                response = await _submit(session, operation)  # answered from the record
+                try:
+                    response = await _submit(session, operation, wait)
+                except NotRetained:
+                    if operation.whole is None:
+                        raise
+                    operation = replace(operation.whole(), record=record)
+                    response = await _submit(session, operation, wait)
+            except TinkerLightningError as error:
+                taken = isinstance(error, AnswerLost)
+                raise
+            finally:
+                if on_submitted is not None:
+                    on_submitted(taken)
+            for damaged in range(1, _DAMAGED_RESULTS + 1):
+                request_id = response.headers.get(REQUEST_ID_HEADER, "")
+                try:
+                    if not session.extensions.submit_and_wait or response.status_code == 408:
+                        receipt = session.connection.json(response)
+                        request_id = str(receipt.get("request_id") or "")
+                        sequence_ids = receipt.get("sample_sequence_ids")
+                        response = await _fetch(session, operation, request_id, wait)
+                    result = _decode(session, operation, response)
+                    break
+                except NotATinkerServer:
+                    if damaged == _DAMAGED_RESULTS or not session.dialect.deduplicates:
+                        raise
+                    await asyncio.sleep(damaged * _DAMAGED_SECONDS)
+                    response = await _submit(session, operation, wait)  # answered from the record
         return _with_sequence_ids(result, sequence_ids, request_id) if isinstance(result, SampleResponse) else result
     except TinkerLightningError as error:
+        reason = await session.reason_of(error)
         # Of the same class, so that `except` keeps its meaning. What happened comes first, ids come last.
         which = f" ({operation}{request_id and f', request {request_id}'})" if operation.model_id or request_id else ""
-        kind = NotFound if _is_missing_checkpoint(operation, error) else type(error)
-        located = kind(f"{operation.name}: {error}{_hint(session, operation, error)}{which}")
+        kind = NotFound if _is_missing_checkpoint(operation, reason) else type(reason)
+        located = kind(f"{operation.name}: {reason}{_hint(session, operation, reason)}{which}")
         raise with_ids(located, operation, request_id or None) from error
     finally:
         if record is not None:
@@ -240,7 +244,7 @@ def _hint(session: Session, operation: Operation[Any], error: TinkerLightningErr
     )
 
 
-async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response:
+async def _submit(session: Session, operation: Operation[Any], held: Wait) -> httpx.Response:
     wait = session.extensions.submit_and_wait
     body = operation.body
     headers = {"Content-Type": operation.content_type, "Accept": _accept(operation) if wait else JSON}
@@ -257,6 +261,7 @@ async def _submit(session: Session, operation: Operation[Any]) -> httpx.Response
         accept=accept,
         repeatable=_is_repeatable(session.dialect, operation),
         record=operation.record,
+        wait=held,
     )
 
 
@@ -267,18 +272,17 @@ def _is_repeatable(dialect: Dialect, operation: Operation[Any]) -> bool:
     return operation.name == "forward" and dialect.numbers == "ignored"
 
 
-async def _fetch(session: Session, operation: Operation[Any], request_id: str) -> httpx.Response:
-    """Polls until the result is available; logs each change of its queue state once."""
+async def _fetch(session: Session, operation: Operation[Any], request_id: str, wait: Wait) -> httpx.Response:
+    """Polls until the result is available, and notes the state of its queue."""
     if not request_id:
         where = f"/api/v1/{operation.endpoint}: request_id: missing, so its result cannot be requested"
         raise session.connection.not_a_tinker_server(where)
     body = session.dialect.encode_json("retrieve_future", RetrieveFutureRequest(request_id))
     headers = {"Accept": _accept(operation)}
-    subject = operation.model_id or operation.name
     quick = 0.01
     broken = 0
     # Others answer 500 for as long as they are asked for a result that they cannot encode, such as NaN.
-    accept = _is_expected if session.dialect.deduplicates else _is_expected_or_broken
+    expected = (408, 410) if session.dialect.deduplicates else (408, 410, 500)
     while True:
         asked = time.monotonic()
         try:
@@ -287,9 +291,10 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
                 "/api/v1/retrieve_future",
                 body,
                 headers=headers,
-                accept=accept,
+                accept=lambda response: response.status_code in expected,
                 is_poll=True,
                 record=operation.record,
+                wait=wait,
             )
         except NotFound as error:
             if operation.endpoint == "load_weights" and not session.dialect.deduplicates:
@@ -303,7 +308,7 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
                 raise
             raise OperationFailed(str(error)) from error
         except ServerUnreachable as error:
-            if isinstance(error.__cause__, httpx.ReadTimeout):
+            if isinstance(error.__cause__, httpx.ReadTimeout) and not session.connection.waits.is_given_up:
                 continue  # the server holds polls for longer than our read timeout
             raise
         if response.status_code == 410:
@@ -322,11 +327,12 @@ async def _fetch(session: Session, operation: Operation[Any], request_id: str) -
             continue
         message = pending(response)
         if message is None:
-            session.connection.status_log.show(subject, "active")
             return response
-        state = str(message.get("queue_state") or "active")
-        state = state if state == "active" else f"the server's queue is {state}"
-        session.connection.status_log.show(subject, state, str(message.get("queue_state_reason") or ""))
+        state, reason = str(message.get("queue_state") or "active"), str(message.get("queue_state_reason") or "")
+        if state == "active":
+            wait.resume()
+        else:
+            wait.hold(f"the server's queue is {state}" + (f" ({reason})" if reason else ""))
         if time.monotonic() - asked < _POLL_SECONDS:
             await asyncio.sleep(quick)
             quick = min(2 * quick, _POLL_SECONDS)
@@ -374,14 +380,6 @@ def _defect(session: Session, operation: Operation[Any], output: ForwardBackward
         if (found := math.prod(tensors["logprobs"].shape)) != targets:
             return f"{field}: has {found} values for {targets} targets"
     return None
-
-
-def _is_expected(response: httpx.Response) -> bool:
-    return response.status_code in (408, 410)
-
-
-def _is_expected_or_broken(response: httpx.Response) -> bool:
-    return response.status_code in (408, 410, 500)
 
 
 def _failure(message: dict[str, Any]) -> TinkerLightningError:

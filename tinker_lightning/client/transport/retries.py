@@ -1,15 +1,20 @@
-"""The retry policy of failing requests, and the log messages of retries."""
+"""The retry policy of failing requests, and the waits of a client: what holds its requests up, and until when."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 import random
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tinker_lightning.errors import printable
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import httpx
 
@@ -17,6 +22,13 @@ logger = logging.getLogger("tinker_lightning.client")
 
 # At the first contact the URL is probably wrong, so the error is raised soon.
 FIRST_CONTACT_SECONDS = 3.0
+# When a wait is shown, and how often it is measured from then on.
+_SHOWN_SECONDS = 2.0
+_UPDATE_SECONDS = 0.5
+# When a wait is logged; after that at doubling intervals.
+_LOG_SECONDS = (10.0, 30.0)
+# The longest time between two heartbeats while a client waits.
+_PING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,41 +56,148 @@ class RetryPolicy:
         return longest * random.uniform(0.75, 1.0)  # noqa: S311  # spreads retries, hides nothing
 
 
-class StatusLog:
-    """Logs what the client is waiting for: once per change, not once per attempt."""
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What a client waits for, for users."""
 
-    def __init__(self) -> None:
-        self._states: dict[str, str] = {}
+    seconds: float  # since a request was last answered
+    reason: str
+    until: float | None = None  # the time at which the client gives up
+    is_fault: bool = False  # the server is silent or refuses requests
 
-    def show(self, subject: str, state: str, reason: str = "") -> None:
-        """Logs the state of a subject (a model, the server) if it has changed; the initial state is `active`."""
-        if state == self._states.get(subject, "active"):
-            return
-        if state == "active":
-            del self._states[subject]
-            logger.warning("%s: continuing", subject)
-        else:
-            self._states[subject] = state
-            logger.warning("%s: %s (%s)", subject, state, reason or "no reason given")
+    def __str__(self) -> str:
+        clock = "" if self.until is None else f", gives up at {time.strftime('%H:%M:%S', time.localtime(self.until))}"
+        return f"waiting for {self.seconds:.0f} s: {self.reason}{clock}"
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """A request that has not ended, and what holds it up."""
+
+    name: str
+    is_quick: bool = False  # a server answers it at once
+    waits: Waits | None = None  # where it counts
+    since: float = field(default_factory=lambda: time.monotonic())
+    reason: str = ""
+    until: float | None = None
+    is_fault: bool = False
+
+    def hold(self, reason: str, until: float | None = None, *, is_fault: bool = False) -> None:
+        """Notes what holds the request up, until when, and whether the server refuses it."""
+        if not self.reason and self.waits is not None:
+            self.since = max(self.since, self.waits.ended)
+        self.reason, self.until, self.is_fault = printable(reason), until, is_fault
+
+    def resume(self) -> None:
+        """Notes that nothing holds the request up any more."""
+        if self.reason:
+            self.since, self.reason, self.until, self.is_fault = time.monotonic(), "", None, False
+
+
+class Waits:
+    """The requests of a connection that have not ended, and the pause if none of them gets anywhere.
+
+    A pause is logged after 10 s, 30 s and then at doubling intervals, and once more when it is over. All methods run
+    on the event loop of the client; `pause` can be read from any thread.
+
+    Args:
+        url: The server.
+        seconds: How long the client waits for a silent server.
+    """
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.pause: Pause | None = None
+        # Asks for a heartbeat, whose answer tells a busy server from a silent one; None if nobody sends any.
+        self.ping: asyncio.Event | None = None
+        self._url = url
+        self._seconds = seconds
+        self._open: dict[Wait, None] = {}
+        self.ended = time.monotonic()  # when a request has last ended
+        self._heard = self.ended
+        self._pinged: float | None = None  # not answered since
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged: Pause | None = None
 
     @contextlib.contextmanager
-    def waiting(self, subject: str) -> Iterator[Callable[[str, str], None]]:
-        """Shows the states in which one request waits for a subject. Afterwards the subject is active.
-
-        If the request fails, that is not logged, because the error is raised; but the next outage is shown again.
-        """
-        shown = False
-
-        def show(state: str, reason: str) -> None:
-            nonlocal shown
-            shown = True
-            self.show(subject, state, reason)
-
+    def waiting(self, name: str, *, is_quick: bool = False) -> Iterator[Wait]:
+        """Counts a request as waiting during the `with` block."""
+        wait = Wait(name, is_quick, self)
+        self._open[wait] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SHOWN_SECONDS, self._update)
         try:
-            yield show
+            yield wait
         except BaseException:
-            if shown:
-                self._states.pop(subject, None)
+            self._logged = None  # the error is raised in place of the end of the pause
             raise
-        if shown:
-            self.show(subject, "active")
+        finally:
+            del self._open[wait]
+            self.ended = time.monotonic()
+            if self.pause is not None:
+                self._measure()
+
+    def pinged(self) -> None:
+        """Notes that a request was sent that a server answers at once."""
+        if self._pinged is None:
+            self._pinged = time.monotonic()
+
+    def heard(self) -> None:
+        """Notes that the server has answered a request, in whatever way."""
+        self._heard, self._pinged = time.monotonic(), None
+
+    def silent_seconds(self) -> float:
+        """Returns for how long the server has not answered anything, 0 if it does not have to."""
+        now = time.monotonic()
+        is_silent = self._pinged is not None and now - self._pinged >= _SHOWN_SECONDS
+        return now - self._heard if is_silent else 0.0
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the server has been silent for longer than the client waits."""
+        return self.silent_seconds() > self._seconds
+
+    def _update(self) -> None:
+        self._timer = None
+        self._measure()
+        if not self._open:
+            return
+        self._timer = asyncio.get_running_loop().call_later(_UPDATE_SECONDS, self._update)
+        if self.pause is not None and self.ping is not None:
+            last = max(self._heard, self._pinged or 0.0)
+            if time.monotonic() - last >= min(max(_SHOWN_SECONDS, self.pause.seconds / 2), _PING_SECONDS):
+                self.ping.set()
+
+    def _measure(self) -> None:
+        before, self.pause = self.pause, self._current()
+        if self.pause is None:
+            if self._logged is not None:
+                level = logging.WARNING if self._logged.is_fault else logging.INFO
+                seconds = self._logged.seconds if before is None else before.seconds
+                logger.log(level, "%s: continuing after %.0f s", self._url, seconds)
+            self._logged = None
+        elif self.pause.seconds >= _next_log(self._logged):
+            logger.log(logging.WARNING if self.pause.is_fault else logging.INFO, "%s: %s", self._url, self.pause)
+            self._logged = self.pause
+
+    def _current(self) -> Pause | None:
+        now = time.monotonic()
+        # What the server refuses waits by itself; of what it works on, the end of any request is progress.
+        ages = {each: now - (each.since if each.is_fault else max(each.since, self.ended)) for each in self._open}
+        wait = max(ages, key=lambda each: (each.is_fault and ages[each] >= _SHOWN_SECONDS, ages[each]), default=None)
+        if wait is None or ages[wait] < _SHOWN_SECONDS:
+            return None
+        seconds, until, past = ages[wait], wait.until, time.time() - now
+        if not wait.is_fault and (self.silent_seconds() or (wait.is_quick and self.ping is None)):
+            reason = f"{self._url} is silent"
+            return Pause(seconds, reason, past + max(self._heard, wait.since) + self._seconds, is_fault=True)
+        reason = wait.reason or f"{wait.name} is queued or running"
+        return Pause(seconds, reason, None if until is None else past + until, wait.is_fault)
+
+
+def _next_log(logged: Pause | None) -> float:
+    """Returns the age at which a pause is logged next: after 10 s, 30 s, 60 s, 120 s, and so on."""
+    if logged is None:
+        return _LOG_SECONDS[0]
+    if logged.seconds < _LOG_SECONDS[1]:
+        return _LOG_SECONDS[1]
+    return _LOG_SECONDS[1] * 2.0 ** (1 + math.floor(math.log2(logged.seconds / _LOG_SECONDS[1])))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.client.dialects.servers import detect
-from tinker_lightning.errors import InvalidInput, NotFound, TinkerLightningError
+from tinker_lightning.client.transport.answers import detail_of, json_body
+from tinker_lightning.client.transport.retries import Wait
+from tinker_lightning.errors import InvalidInput, NotFound, ResultExpired, SessionLost, TinkerLightningError
 from tinker_lightning.types.requests import ClientConfigRequest, CreateSessionRequest, SessionHeartbeatRequest
 from tinker_lightning.types.responses import ServerCapabilities
 from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tinker_lightning.client.dialects.dialect import Dialect
     from tinker_lightning.client.transport.connection import Connection
     from tinker_lightning.client.transport.recording import Recording
@@ -25,7 +30,9 @@ logger = logging.getLogger("tinker_lightning.client")
 SDK_VERSION = "0.38.0"
 _HEARTBEAT_SECONDS = 10.0
 _WARNING_SECONDS = 120.0
-_FINISH_SECONDS = 3.0
+_FINISH_SECONDS = 1.0
+_ENDERS = "by another client, because its API key was removed, or because no heartbeat has arrived for minutes"
+_LOSS = "Its models are gone, with all training after the last saved state. Load that state in a new client."
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,9 @@ class Session:
         self.recording: Recording | None = None  # what operations are reported to, if anyone measures them
         self._counters: dict[str, int] = {}
         self._is_owner = True
+        self._is_known = False  # whether the server has answered a heartbeat
+        self.lost: SessionLost | None = None
+        self._running: set[asyncio.Task[Any]] = set()
         self._heart = asyncio.create_task(self._beat())
 
     @classmethod
@@ -100,7 +110,7 @@ class Session:
         config = await cls._configure(connection)
         capabilities = await fetch_capabilities(connection)
         session = cls(connection, session_id, config, capabilities, dialect or await detect(connection, capabilities))
-        session._heart.cancel()
+        session._heart.cancel()  # before it has begun
         session._is_owner = False
         return session
 
@@ -131,26 +141,75 @@ class Session:
         except (TinkerLightningError, TimeoutError) as error:
             logger.debug("the session could not be finished: %s", error)
 
+    @contextlib.contextmanager
+    def running(self, name: str) -> Iterator[Wait]:
+        """Runs an operation of the session, which fails at once if the session is lost."""
+        self._check_lost()
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 for the type checker
+        self._running.add(task)
+        try:
+            with self.connection.waits.waiting(name) as wait:
+                yield wait
+        except asyncio.CancelledError:
+            if self.lost is not None:
+                task.uncancel()
+            self._check_lost()
+            raise
+        finally:
+            self._running.discard(task)
+
+    async def reason_of(self, error: TinkerLightningError) -> TinkerLightningError:
+        """Returns the loss of the session if that is why something was not found, otherwise the error itself."""
+        if isinstance(error, NotFound | ResultExpired):
+            with contextlib.suppress(TinkerLightningError):
+                await self.check()
+        return self.lost or error
+
+    def _check_lost(self) -> None:
+        if self.lost is not None:
+            raise SessionLost(*self.lost.args)
+
+    async def check(self) -> None:
+        """Sends a heartbeat. If the server does not have the session any more, everything that runs in it fails."""
+        self.connection.waits.pinged()
+        response = await self.connection.send(
+            "POST",
+            "/api/v1/session_heartbeat",
+            wire_json.dumps(SessionHeartbeatRequest(self.session_id)),
+            accept=lambda response: response.status_code in (404, 410),
+            seconds=0,
+            wait=Wait("session_heartbeat"),
+            timeout=_HEARTBEAT_SECONDS,
+        )
+        if response.is_success:
+            self._is_known = True
+        elif response.status_code == 410:
+            self._lose(f"{self.session_id} was ended on {self.connection.url}: {_ENDERS}.")
+        elif (self._is_known or self.dialect.deduplicates) and detail_of(json_body(response)) not in ("", "Not Found"):
+            self._lose(f"{self.connection.url} was restarted, and no longer has {self.session_id}.")
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is None:
+            self.lost = SessionLost(f"{reason} {_LOSS}")
+            for task in self._running:
+                task.cancel()
+
     async def _beat(self) -> None:
         alive = time.monotonic()
-        body = wire_json.dumps(SessionHeartbeatRequest(self.session_id))
-        while True:
-            await asyncio.sleep(_HEARTBEAT_SECONDS)
+        ping = self.connection.waits.ping = asyncio.Event()
+        while self.lost is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARTBEAT_SECONDS):
+                    await ping.wait()
+            ping.clear()
             try:
-                response = await self.connection.send(
-                    "POST",
-                    "/api/v1/session_heartbeat",
-                    body,
-                    accept=lambda response: response.status_code == 410,
-                    seconds=0,
-                )
+                await self.check()
             except TinkerLightningError as error:
                 if time.monotonic() - alive > _WARNING_SECONDS:
                     logger.warning("no heartbeat has reached %s for minutes: %s", self.connection.url, error)
                     alive = time.monotonic()
             else:
-                if response.status_code == 410:
-                    return
                 alive = time.monotonic()
 
 

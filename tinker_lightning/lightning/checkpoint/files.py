@@ -14,15 +14,17 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, TinkerLightningError
 from tinker_lightning.lightning import _compat
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.strategies import Strategy
 
 # The first bytes of what torch.save writes.
@@ -108,6 +110,21 @@ def read(file: str | os.PathLike[str] | IO[bytes], map_location: Any = "cpu", we
             return torch.load(opened, map_location=map_location, weights_only=weights_only is not False)
         except Exception as error:  # of zipfile or of torch, whose type depends on the damage
             raise unreadable(name, error, opened) from error
+
+
+def read_by(plugin: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Reads a file with a plugin, which may be the user's; its failure raises `InvalidInput` with the path."""
+    # A user's plugin may not have the argument, because Lightning 2.5 does not pass it.
+    *_, inner = _compat.nested_plugins(plugin)
+    has_argument = is_param_in_hook_signature(inner.load_checkpoint, "weights_only")
+    options = {"weights_only": weights_only is not False} if has_argument else {}
+    try:
+        return plugin.load_checkpoint(path, **options)
+    except Exception as error:
+        is_worded = isinstance(error, OSError) and str(path) in str(error)
+        if is_worded or isinstance(error, TinkerLightningError):
+            raise
+        raise unreadable(path, error) from error
 
 
 def unreadable(name: object, error: Exception, opened: IO[bytes] | None = None) -> InvalidInput:
