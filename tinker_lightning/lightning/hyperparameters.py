@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from tinker_lightning.errors import InvalidInput, did_you_mean, suggestion
-from tinker_lightning.remote.optimizers import Schedule  # noqa: TC001 read by jsonargparse
+from tinker_lightning.remote.optimizers import OptimizerName, Schedule  # noqa: TC001 read by jsonargparse
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -73,7 +73,7 @@ class ModelSettings(TypedDict, total=False):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    optimizer: Literal["adamw", "dimuon"]
+    optimizer: OptimizerName
     seed: int | None
     train_mlp: bool
     train_attn: bool

@@ -6,7 +6,7 @@ import inspect
 import threading
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -26,7 +26,7 @@ from tinker_lightning.losses.likelihood import likelihood_metrics
 from tinker_lightning.losses.regularizers import composition
 from tinker_lightning.metrics.scores import Scores
 from tinker_lightning.remote.lm import RemoteHandle, dropping
-from tinker_lightning.remote.optimizers import RemoteAdamW, RemoteDiMuon, Schedule, check_schedule, scheduled
+from tinker_lightning.remote.optimizers import OptimizerName, Schedule, check_schedule, new_optimizer, scheduled
 from tinker_lightning.rows.batches import as_list, datums_of
 from tinker_lightning.rows.formats import RowFormat
 from tinker_lightning.types import AdamParams
@@ -93,7 +93,7 @@ class RemoteModule(LoggingModule):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-12,
         weight_decay: float = 0.0,
-        optimizer: Literal["adamw", "dimuon"] = "adamw",
+        optimizer: OptimizerName = "adamw",
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
@@ -129,8 +129,8 @@ class RemoteModule(LoggingModule):
             **unknown: Raises `InvalidInput`, with advice for names that other libraries have.
         """
         hyperparameters.check_unknown(self, unknown)
-        check_choice("optimizer", optimizer, ("adamw", "dimuon"))
         check_schedule(schedule, warmup)
+        check_choice("optimizer", optimizer, get_args(OptimizerName))
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
         AdamParams(learning_rate, *betas, eps, weight_decay)  # raises if one of them is invalid
@@ -151,7 +151,7 @@ class RemoteModule(LoggingModule):
         self.warmup = warmup
         self.set_predict_options(predict or {})
         self._optimizer = optimizer
-        self._adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        self._adam = (betas[0], betas[1]), eps, weight_decay
         self.lm.handle.remote.max_steps_in_flight = max_steps_in_flight
         self._scores = Scores()
         self._evaluation = Evaluation(self)
@@ -202,11 +202,7 @@ class RemoteModule(LoggingModule):
     @override
     def configure_optimizers(self) -> Any:
         """Returns the optimizer of the constructor, with the schedule if there is one. Override it for another one."""
-        optimizer: Optimizer
-        if self._optimizer == "dimuon":
-            optimizer = RemoteDiMuon(self.parameters(), lr=self.learning_rate, beta1=self._adam["betas"][0])
-        else:
-            optimizer = RemoteAdamW(self.parameters(), lr=self.learning_rate, **self._adam)
+        optimizer = new_optimizer(self._optimizer, self.parameters(), self.learning_rate, *self._adam)
         if self.schedule == "constant" and not self.warmup:
             return optimizer
         scheduler = scheduled(optimizer, self.schedule, self.warmup, checks.count_steps(self))

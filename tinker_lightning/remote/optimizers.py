@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tinker_lightning.remote.window import RemoteModel
     from tinker_lightning.types.params import OptimParams
 
+OptimizerName: TypeAlias = Literal["adamw", "dimuon"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
 # The share of the steps in which the learning rate of "wsd" falls.
@@ -211,6 +212,15 @@ class RemoteDiMuon(RemoteOptimizer):
                 "torch.optim.AdamW(module.head.parameters())."
             )
         super()._check(group)
+
+
+def new_optimizer(
+    name: OptimizerName, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> RemoteOptimizer:
+    """Creates the optimizer of a name, with those of the settings that it has."""
+    if name == "dimuon":
+        return RemoteDiMuon(params, lr, betas[0])
+    return RemoteAdamW(params, lr, betas, eps, weight_decay)
 
 
 def _clip_norm(remote: RemoteModel, group: dict[str, Any]) -> float:
