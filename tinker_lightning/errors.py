@@ -274,6 +274,7 @@ _ALPHA = (
 _DROPOUT = "The Tinker API has no dropout. Leave it out; weight_decay and fewer epochs also prevent overfitting."
 _WARMUP = "Pass it as warmup: below 1 it is a share of the steps, from 1 on their number."
 _SCHEDULE = "Pass schedule, one of constant, linear, cosine and wsd, and warmup; or override configure_optimizers."
+PREDICT_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "num_samples", "seed", "stop")
 _SAMPLING = (
     "Pass it within predict, for example predict={'max_tokens': 32}; rollouts are sampled with the options of their "
     "loader."
@@ -287,7 +288,7 @@ _INSTEAD = {
     **dict.fromkeys(("r", "lora_r", "lora_rank"), "Pass it as rank."),
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), _WARMUP),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type"), _SCHEDULE),
-    **dict.fromkeys(("max_tokens", "temperature", "top_p", "top_k", "num_samples", "stop"), _SAMPLING),
+    **dict.fromkeys(PREDICT_OPTIONS, _SAMPLING),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -385,6 +386,13 @@ def test_an_unknown_metric_to_monitor_is_one_message(folder: Path, capsys: pytes
     own["trainer"] |= {"callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_nl"}}]}
     assert run("fit", own, "--trainer.max_steps=1", "--trainer.val_check_interval=1") == 2
     assert "could not find the monitored key" in capsys.readouterr().err
+
+
+def test_the_help_names_every_recipe_data_module_and_option_of_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--help"])
+    shown = re.findall(r"\w+", capsys.readouterr().out)
+    assert {*recipes.__all__, *data.__all__, *PredictOptions.__annotations__} <= {*shown, "recommended_lr"}
 
 
 def test_options_of_sampling_are_for_predict(capsys: pytest.CaptureFixture[str]) -> None:

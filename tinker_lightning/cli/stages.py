@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_lightning.cli import wording
-from tinker_lightning.errors import InvalidInput, TinkerLightningError
+from tinker_lightning.errors import PREDICT_OPTIONS, InvalidInput, TinkerLightningError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             f"--output is for the answers of predict, and {options.stage} writes none. Set where logs and checkpoints "
             "go with --trainer.default_root_dir FOLDER."
         )
-    if options.stage != "predict" and (used := [name for name in names if name.removeprefix("--") in wording.SAMPLING]):
+    if options.stage != "predict" and (used := [name for name in names if name.removeprefix("--") in PREDICT_OPTIONS]):
         raise InvalidInput(
             f"{used[0]} is for the samples of predict. RolloutData has the options of rollouts, for example "
             "--data.max_tokens, and --seed_everything is the seed of a run."

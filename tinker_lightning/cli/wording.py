@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from tinker_lightning.errors import did_you_mean, suggestion
+from tinker_lightning.errors import PREDICT_OPTIONS, did_you_mean, suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,10 +60,7 @@ def reword(text: str, advice: Mapping[str, str]) -> str:
     return text
 
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "num_samples", "seed", "stop")
-"""The options of predict."""
-
-SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output", *SAMPLING)
+SECTIONS = ("model", "data", "trainer", "ckpt_path", "seed_everything", "output", *PREDICT_OPTIONS)
 """The keys of a file that the help describes."""
 
 _OVERRIDE = "or override configure_optimizers in a class of your own"
