@@ -1,5 +1,6 @@
 """Converts our types to the official SDK's, and its results, futures and errors to ours.
 
+The datums, inputs and settings of SDK users become ours in `types`, by `to_datum`, `to_model_input` and others.
 Imported only after the user has passed such a client, so that `tinker` stays an extra.
 """
 
