@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import state_in
 from tests.helpers.kills import Fits
+from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
+from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +41,11 @@ class Ended:
         # What each batch was trained on, where it counted.
         self.trained = dict(map(json.loads, (folder / "trained.jsonl").read_text().splitlines()))
         self.rows = _rows(folder)
-        self.missing = [file.name for file in (folder / "files").glob("*.ckpt") if not _names_a_state(folder, file)]
+        self.files = {file.name: state_in(file) for file in (folder / "files").glob("*.ckpt")}  # raises for half a file
+        self.store = CheckpointStore(folder / "data" / "tinker_lightning" / "checkpoints")
+        self.kept = {each.tinker_path for each in self.store.listing() if each.expires_at is None} - {done["state"]}
+        self.expiring = {each.tinker_path for each in self.store.listing()} - self.kept - {done["state"]}
+        self.hidden = [path for place in ("files", "data") for path in (folder / place).rglob(".*")]
 
 
 def _tensors(folder: Path, state: str) -> dict[str, torch.Tensor]:
@@ -61,18 +67,16 @@ def _rows(folder: Path) -> dict[tuple[int, str], str]:
     return rows
 
 
-def _names_a_state(folder: Path, file: Path) -> bool:
-    path = state_in(file)
-    return len(list((folder / "data").rglob(path.rsplit("/", 1)[-1]))) == 1
-
-
 def assert_same(fit: Ended, whole: Ended) -> None:
     assert fit.tensors.keys() == whole.tensors.keys()
     assert all(torch.equal(fit.tensors[name], value) for name, value in whole.tensors.items())
     assert (fit.rate, fit.steps) == (whole.rate, whole.steps)
     assert fit.trained == whole.trained
     assert fit.rows == whole.rows
-    assert fit.missing == []
+    assert fit.kept == set(fit.files.values())  # without an expiry, neither more nor less
+    assert fit.hidden == []
+    for path in fit.kept | fit.expiring:
+        fit.store.load(TinkerPath.parse(path), training_state=True)  # raises for half a checkpoint
 
 
 def kill_often(fits: Fits, folder: Path, kind: str, whole: Ended, numbers: random.Random, most: int) -> int:
@@ -107,8 +111,12 @@ def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
     whole = Ended(tmp_path / "whole")
     numbers = random.Random(kind)  # noqa: S311
     kills: list[int] = []
+    left = 0
     while sum(kills) < 20:
         folder = tmp_path / f"killed-{len(kills)}"
         kills.append(kill_often(fits, folder, kind, whole, numbers, most=6))
         assert_same(Ended(folder), whole)
-    print(f"{kind}: {kills} kills, {len(whole.tensors)} tensors, {len(whole.rows)} values of rows")
+        left += len(Ended(folder).expiring)
+    print(
+        f"{kind}: {kills} kills, {len(whole.tensors)} tensors, {len(whole.rows)} values of rows, {left} states expire"
+    )

@@ -173,6 +173,12 @@ def test_damaged_files_are_named_and_do_not_spoil_the_listing(
         store.load(broken)
     assert [summary.path for summary in store.listing()] == [PATH]
     assert "which is not a valid checkpoint" in caplog.text
+    (folder / "checkpoint.json").unlink()
+    (folder / "checkpoint.json").mkdir()  # which cannot be read, as one without permission
+    (store.root / "session-1+train+0" / "file").touch()
+    fresh = CheckpointStore(store.root)
+    fresh.prepare()
+    assert [summary.path for summary in fresh.listing()] == [PATH]
 
 
 # Kills

@@ -351,7 +351,7 @@ class CheckpointStore:
         """Removes the folders of saves whose process was killed."""
         self._is_clean.set()
         for parent in self.root.glob("*/*"):
-            if parent.is_dir():
+            with contextlib.suppress(OSError):  # not a folder, or one that cannot be read
                 folders.remove_leftovers(parent)
 
     @contextlib.contextmanager
