@@ -16,11 +16,13 @@ TRAINER = "print(type(pl.Trainer(strategy='tinker', logger=False).strategy).__na
 
 def test_which_names_import_lightning_and_register_the_strategy() -> None:
     others = ", ".join(sorted(set(tinker_lightning.__all__) - LIGHTNING))
-    without, lightning_first = run_scripts(
+    without, lightning_first, packages = run_scripts(
         "import sys, torch, torchmetrics, warnings; warnings.simplefilter('ignore')",
         f"from tinker_lightning import {others}\nprint(sorted({{'lightning', 'tinker'}} & set(sys.modules)))",
         f"import lightning.pytorch as pl\nimport tinker_lightning\n{TRAINER}",
+        "import tinker_lightning as t\nprint(t.client.connect.__name__, t.remote.RemoteLM.__name__, t.server.__name__)",
     )
+    assert packages.stdout.strip() == "connect RemoteLM tinker_lightning.server", packages.stderr
     assert without.stdout.strip() == "[]", without.stderr
     assert lightning_first.stdout.strip() == "TinkerStrategy", lightning_first.stderr
 

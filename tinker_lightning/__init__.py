@@ -61,7 +61,10 @@ _LAZY = {
     "custom_loss": "lossgraph.server_loss",
 }
 # Packages that are attributes without an import of their own.
-_PACKAGES = ("callbacks", "data", "doctor", "lightning", "losses", "metrics", "recipes", "rl", "testing")
+_PACKAGES = (
+    *("callbacks", "client", "data", "doctor", "lightning", "losses"),
+    *("metrics", "recipes", "remote", "rl", "server", "testing", "types"),
+)
 
 # These register `Trainer(strategy="tinker")`; the others, and the package itself, only where Lightning is imported.
 _LIGHTNING = {"RemoteModule", "TinkerStrategy"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.helpers.rollouts import PROMPTS, Stream, code_points, constant, rollouts
 from tests.helpers.trainers import DATA, SMALL, OnServer, loader, new, quiet
@@ -73,6 +73,20 @@ def test_rows_that_belong_together_are_counted_together(service: ServiceClient) 
     quiet(max_epochs=1, callbacks=[cost]).fit(module, data)
     assert cost.tokens.trained == 3 * 2 * 3
     assert cost.estimate == pytest.approx(cost.tokens.trained * 1.1)
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "whole batches", "a sampler of unknown size"])
+def test_batches_of_other_loaders_are_estimated_as_they_are(service: ServiceClient, kind: str) -> None:
+    sampler: Any = BatchSampler(SequentialSampler(DATA), 2, drop_last=False)
+    data: Any = DataLoader(DATA, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
+    if kind == "whole batches":
+        data = DataLoader([DATA[:2], DATA[2:4]], batch_size=None)  # type: ignore[arg-type]
+    elif kind == "a sampler of unknown size":
+        data = DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]], collate_fn=collate)  # type: ignore[arg-type]
+    cost = CostMonitor(PRICES)
+    quiet(max_epochs=1, callbacks=[cost]).fit(new(service, RemoteModule), data)
+    assert cost.tokens.trained >= 2 * PER_STEP
+    assert cost.estimate == (None if kind == "a sampler of unknown size" else cost.tokens.trained)
 
 
 def test_the_limit_stops_and_saves_and_a_resumed_run_continues_the_count(  # R4.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from threading import current_thread
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -187,3 +188,36 @@ def test_close_raises_the_failure_of_a_custom_loss_that_nobody_has_read(shared: 
         client.close()
     with pytest.raises(ClientClosed):
         model.get_info()
+
+
+def test_failures_of_a_rest_client_are_raised_later(shared: EmbeddedTrainer) -> None:  # R4.5
+    missing = "tinker://nobody/weights/nothing"
+    service = ServiceClient(base_url="http://embedded", transport=httpx.ASGITransport(create_app(shared)))
+    rest = service.create_rest_client()
+    rest.delete_checkpoint_from_tinker_path(missing).wait()
+    with pytest.raises(NotFound, match="nobody"):
+        rest.list_sessions()
+    assert rest.list_sessions().result()
+    rest.delete_checkpoint_from_tinker_path(missing)
+    with pytest.raises(NotFound, match="nobody"):
+        service.close()
+
+
+def test_an_external_save_of_async_code_evaluates_losses_where_the_others_do(shared: EmbeddedTrainer) -> None:
+    threads = []
+
+    def loss(_: list[Any], logprobs: list[Any]) -> Any:
+        threads.append(current_thread())
+        return logprobs[0].sum(), {}
+
+    async def save(service: ServiceClient) -> None:
+        model = await service.create_lora_training_client_async("tiny", rank=4)
+        await model.forward_backward_custom_async(DATA, loss)
+        saving = await model.save_weights_external_async("early")
+        info = await model.save_weights_for_sampler_async("late")
+        assert (await saving).path.endswith("/early")
+        assert ((await info).path or "").endswith("/late")
+        assert threads == [current_thread()]
+
+    with embedded_service(shared) as service:
+        asyncio.run(save(service))

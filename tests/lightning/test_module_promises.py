@@ -466,6 +466,15 @@ def test_a_number_of_steps_is_at_least_one() -> None:
         RemoteModule("tiny", max_steps_in_flight=0)
 
 
+@pytest.mark.parametrize("setting", [{"eps": 1e-3}, {"weight_decay": 0.1}, {"betas": (0.9, 0.5)}])
+def test_settings_of_adamw_are_not_ignored_by_another_optimizer(setting: Any) -> None:
+    name = "betas\\[1\\]" if "betas" in setting else next(iter(setting))
+    with pytest.raises(InvalidInput, match=f"{name} is a setting of AdamW. Leave it out: dimuon does not have it"):
+        RemoteModule("tiny", optimizer="dimuon", **setting)
+    RemoteModule("tiny", optimizer="dimuon", betas=(0.5, 0.95))
+    RemoteModule("tiny", **setting)
+
+
 def test_a_module_creates_its_model_for_its_optimizer(service: ServiceClient) -> None:
     """The embedded trainer has AdamW only, and refuses other optimizers by name."""
     with RemoteModule("tiny", rank=4, optimizer="dimuon") as module:

@@ -204,14 +204,19 @@ def _tokens_per_batch(trainer: pl.Trainer, module: RemoteModule) -> TokenCount |
             rollouts += most
             continue
         try:
-            rows, collate, size = loader.dataset, loader.collate_fn, min(loader.batch_size or 1, len(loader.dataset))
+            rows, collate, by_rows = loader.dataset, loader.collate_fn, loader.batch_sampler is not None
+            # A sampler of batches may have no common size; what it draws is left to the fit.
+            size = min(loader.batch_size or (loader.batch_sampler.batch_size if by_rows else 1), len(rows))
             # Whole batches, because rows may belong together, such as the two of a pair.
             starts = range(0, len(rows) - size + 1, size * max(1, len(rows) // max(_ROWS, size)))
             with isolated_rng():
-                batches = [collate([rows[i] for i in range(start, start + size)]) for start in starts]
+                batches = [
+                    collate([rows[i] for i in range(start, start + size)] if by_rows else rows[start])
+                    for start in starts
+                ]
                 counts = [tokens_of(to_datums(as_list(module.datums(batch)))) for batch in batches]
         except (AttributeError, TypeError, NotImplementedError, InvalidInput):  # streams and loaders of other kinds
-            return "the length of the data, or of its rows, is not known"
+            return "the length of the data, of its batches or of its rows is not known"
         total += sum(counts) / len(counts)
     tokens = rollouts + TokenCount(trained=round(total))
     # A loss of log-probabilities takes a forward pass of its own.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 from tinker_lightning.client.files import checkpoints
-from tinker_lightning.client.futures import TinkerFuture, awaited
+from tinker_lightning.client.futures import TinkerFuture, UnreadFailures, awaited
 from tinker_lightning.client.transport import discovery
 from tinker_lightning.client.transport.channel import Channel
 from tinker_lightning.client.transport.retries import RetryPolicy
@@ -45,7 +45,9 @@ class RestClient:
         if channel is None:
             target = discovery.find(base_url, api_key, None)
             channel = Channel(target, RetryPolicy(300.0), partial(Session.join, session_id=""), {})
+        self.unread = UnreadFailures()
         self._channel = channel
+        channel.watch(self)
 
     def get_server_capabilities(self) -> TinkerFuture[rs.ServerCapabilities]:
         """Returns what the server supports."""
@@ -149,4 +151,9 @@ class RestClient:
         return self._run(operation, self._channel.session.connection.get(url, result))
 
     def _run(self, operation: str, coroutine: Coroutine[Any, Any, T]) -> TinkerFuture[T]:
-        return TinkerFuture(self._channel.run(coroutine), operation)
+        try:
+            self.unread.raise_first()
+        except BaseException:
+            coroutine.close()
+            raise
+        return self.unread.add(TinkerFuture(self._channel.run(coroutine), operation))

@@ -12,7 +12,7 @@ from tinker_lightning.client import models
 from tinker_lightning.client.awaitable import AwaitableClient, starts
 from tinker_lightning.client.dialects import measure
 from tinker_lightning.client.files import checkpoints, download, tokenizer
-from tinker_lightning.client.futures import in_thread, submitted
+from tinker_lightning.client.futures import TinkerFuture, in_thread, submitted
 from tinker_lightning.client.passes.sender import ProtocolSender
 from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
 from tinker_lightning.client.training_base import BaseTrainingClient
@@ -33,7 +33,6 @@ from tinker_lightning.types.responses import Checkpoint, SaveWeightsExternalResp
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tinker_lightning.client.futures import TinkerFuture
     from tinker_lightning.client.server_losses import Losses
     from tinker_lightning.client.transport.channel import Channel
     from tinker_lightning.client.transport.recording import Recording
@@ -233,7 +232,7 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         """
         self._check()
         # Older servers offer the weights that are saved for sampling.
-        if not self._channel.wait(checkpoints.can_be_external(self._channel.session.connection)):
+        if not self._channel.wait(checkpoints.can_be_external(self._channel.session)):
             if age_encryption_recipients:
                 raise Unsupported(f"{self._channel.url} does not encrypt weights: leave out age_encryption_recipients")
             saved = self.save_weights_for_sampler(name, ttl_seconds)
@@ -243,7 +242,12 @@ class TrainingClient(AwaitableClient, BaseTrainingClient):
         settings = name, ttl_seconds, age_encryption_recipients
         return self._submit(endpoint, endpoint, SaveWeightsExternalResponse, request, *settings)
 
-    save_weights_external_async = in_thread(save_weights_external)
+    async def _before_external_async(self) -> None:
+        await self.forwards_async()
+        asks = checkpoints.can_be_external(self._channel.session)
+        await TinkerFuture(self._channel.run(asks), "save_weights_external")
+
+    save_weights_external_async = submitted(save_weights_external, before=_before_external_async)
 
     def download_checkpoint(self, path: str, folder: Path) -> None:
         """Downloads the adapter saved at a `tinker://` path into an existing folder."""

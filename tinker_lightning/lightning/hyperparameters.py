@@ -6,10 +6,12 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from tinker_lightning.errors import InvalidInput, did_you_mean, suggestion
 from tinker_lightning.remote.optimizers import OptimizerName, Schedule  # noqa: TC001 read by jsonargparse
+from tinker_lightning.types.params import OPTIMIZERS, AdamParams
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -90,6 +92,15 @@ def check_unknown(module: Any, unknown: Mapping[str, Any]) -> None:
         known = {each for cls in type(module).__mro__ for each in inspect.signature(cls).parameters}
         fix = suggestion(name, known) or "The docstring of RemoteModule.__init__ lists those of all modules."
         raise InvalidInput(f"{type(module).__name__} has no argument {name!r}. {fix}")
+
+
+def check_optimizer(optimizer: str, settings: AdamParams) -> None:
+    """Raises `InvalidInput` for settings of AdamW that another optimizer does not have, and would leave out."""
+    own = {"learning_rate", *(each.name for each in fields(OPTIMIZERS[optimizer]))}
+    for each in fields(settings):
+        if each.name not in own and getattr(settings, each.name) != each.default:
+            name = "betas[1]" if each.name == "beta2" else each.name
+            raise InvalidInput(f"{name} is a setting of AdamW. Leave it out: {optimizer} does not have it.")
 
 
 def check_keys(options: Mapping[str, Any]) -> None:

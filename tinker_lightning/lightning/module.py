@@ -133,7 +133,7 @@ class RemoteModule(LoggingModule):
         check_choice("optimizer", optimizer, get_args(OptimizerName))
         if max_steps_in_flight < 1:
             raise InvalidInput(f"max_steps_in_flight must be at least 1, got {max_steps_in_flight}")
-        AdamParams(learning_rate, *betas, eps, weight_decay)  # raises if one of them is invalid
+        hyperparameters.check_optimizer(optimizer, AdamParams(learning_rate, *betas, eps, weight_decay))
         api_key = None if api_key is None else Secret(api_key)
         adapter = {
             "rank": rank,

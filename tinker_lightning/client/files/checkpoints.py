@@ -140,15 +140,17 @@ async def weights_info(connection: Connection, path: str) -> WeightsInfoResponse
     return connection.parse(WeightsInfoResponse, response)
 
 
-async def can_be_external(connection: Connection) -> bool:
+async def can_be_external(session: Session) -> bool:
     """Returns whether a server saves weights for download file by file; older ones have no such endpoint."""
-    try:  # without a model and a number, so that nothing is saved
-        await connection.send("POST", "/api/v1/save_weights_external", b"{}")
-    except NotFound:
-        return False
-    except InvalidInput:  # the endpoint exists and rejects the empty request
-        pass
-    return True
+    if session.saves_external is None:
+        try:  # without a model and a number, so that nothing is saved
+            await session.connection.send("POST", "/api/v1/save_weights_external", b"{}")
+            session.saves_external = True
+        except NotFound:
+            session.saves_external = False
+        except InvalidInput:  # the endpoint exists and rejects the empty request
+            session.saves_external = True
+    return session.saves_external
 
 
 async def delete(session: Session, path: str, *, missing_ok: bool) -> None:

@@ -71,6 +71,7 @@ class Session:
         announced = capabilities.extensions
         self.extensions = Extensions(**{each.name: each.name in announced for each in fields(Extensions)})
         self.recording: Recording | None = None  # what operations are reported to, if anyone measures them
+        self.saves_external: bool | None = None  # whether the server saves weights for download; None until it is asked
         self._counters: dict[str, int] = {}
         self._is_owner = True
         self._is_known = False  # whether the server has answered a heartbeat
