@@ -57,6 +57,7 @@ class Again(LearningRateFinder):
             self.counts.append(len(self.optimal_lr.results["lr"]))
 
 
+@pytest.mark.skipif(Version("2.6") > LIGHTNING, reason="this Lightning's searches leave a batch over")
 @pytest.mark.parametrize("strategy", ["tinker", "auto"])
 def test_searches_in_the_middle_of_a_fit_end(service: ServiceClient, tmp_path: Path, strategy: str) -> None:
     settings: dict[str, Any] = {"default_root_dir": tmp_path, "strategy": strategy, "accelerator": "cpu", "devices": 1}
