@@ -256,7 +256,7 @@ def test_mistakes_have_clear_errors(service: ServiceClient, tmp_path: Path) -> N
     (tmp_path / "prices.toml").write_text("[tiny")
     with pytest.raises(InvalidInput, match=r"prices\.toml is not valid"):
         CostMonitor(tmp_path / "prices.toml")
-    with pytest.raises(InvalidInput, match="no model 'tiny'; did you mean 'tinny'"):
+    with pytest.raises(InvalidInput, match=r"no model 'tiny'\. Did you mean 'tinny'"):
         quiet(callbacks=[CostMonitor({"tinny": PRICES["tiny"]})]).fit(new(service, RemoteModule), loader())
 
 

@@ -16,6 +16,7 @@ from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, loader, logprobs_of, new, quiet
 from tinker_lightning import RemoteModule
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.remote.lm import delete_state
 from tinker_lightning.server import EmbeddedTrainer
 
 if TYPE_CHECKING:
@@ -201,5 +202,5 @@ def test_the_state_of_a_state_dict_can_be_found_and_deleted(trainer: EmbeddedTra
     module, _ = trained(service)
     state = module.state_dict()
     assert module.lm.save() == record_of(state[ENTRY])["path"]
-    module.delete_state(module.lm.save())
+    delete_state(module, module.lm.save())
     assert states(trainer) == set()

@@ -161,7 +161,7 @@ def test_a_loss_that_explodes_is_warned_about_once_with_the_learning_rate(
     with caplog.at_level(logging.WARNING, "tinker_lightning"):
         quiet(max_steps=4).fit(new(service, Explodes, learning_rate=1e-5), loader())
     (warning,) = [each.message for each in caplog.records if "diverges" in each.message]
-    assert re.match(r"the loss of step 2 is .*, and that of the first step was .*The learning rate is 1e-05;", warning)
+    assert re.match(r"the loss of step 2 is .*, after .* at the first step.*The learning rate is 1e-05;", warning)
 
 
 def test_the_value_of_a_loss_on_the_server_is_watched_too(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from tinker_lightning.callbacks.generation import require_remote
-from tinker_lightning.errors import InvalidInput
+from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.lightning.checkpoint.loaders import PositionedLoader, TrainedPosition, isolated_rng
 from tinker_lightning.lightning.reports import ReportingCallback
 from tinker_lightning.remote.calls import TokenCount, tokens_of
@@ -118,7 +117,7 @@ class CostMonitor(ReportingCallback):
     def end_lines(self) -> dict[str, str]:
         """Returns what the run has cost so far."""
         tokens = self.tokens
-        counts = {"trained": tokens.trained, "prefilled": tokens.prefilled, "sampled": tokens.sampled}
+        counts = asdict(tokens)
         text = ", ".join(f"{number:,} tokens {name}" for name, number in counts.items() if number)
         return {"Cost": f"${self.usd:.4g}" + (f": {text}" if text else "")}
 
@@ -175,11 +174,9 @@ class CostMonitor(ReportingCallback):
     def _look_up(self, model: str) -> Mapping[str, float]:
         prices = self._table.get(model, self._table.get("*"))
         if prices is None:
-            near = difflib.get_close_matches(model, self._table, 1)
-            hint = f"did you mean {near[0]!r}? It" if near else "it"
             raise InvalidInput(
-                f"CostMonitor: the price table has no model {model!r}; {hint} has {', '.join(self._table)}. Add the "
-                "model, or prices for all other models under '*'."
+                f"CostMonitor: the price table has no model {model!r}. {did_you_mean(model, self._table)} It has "
+                f"{', '.join(self._table)}. Add the model, or prices for all other models under '*'."
             )
         return prices
 

@@ -20,6 +20,7 @@ from tinker_lightning.errors import InvalidInput, OperationFailed, TinkerLightni
 from tinker_lightning.lightning.checkpoint import contents
 from tinker_lightning.lightning.hyperparameters import is_secret
 from tinker_lightning.lightning.reports import ReportingCallback
+from tinker_lightning.remote.lm import delete_state
 from tinker_lightning.wire import folders
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _temporarily_loaded(module: RemoteModule, state: SavedState) -> Iterator[Non
         handle.saved = saved
         if saved is None:
             try:
-                module.delete_state(current.path)
+                delete_state(module, current.path)
             except TinkerLightningError as error:
                 logger.warning("%s could not be deleted and stays on the server: %s", current.path, error)
 

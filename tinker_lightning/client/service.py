@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinker_lightning.client import models
 from tinker_lightning.client.awaitable import starts
-from tinker_lightning.client.files import checkpoints, download, peft_folder
+from tinker_lightning.client.files import checkpoints, peft_folder
 from tinker_lightning.client.futures import TinkerFuture, in_thread
 from tinker_lightning.client.rest import RestClient
 from tinker_lightning.client.sampling import SamplingClient, check_sampler_options
@@ -29,7 +29,6 @@ from tinker_lightning.types.requests import CreateSessionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     import httpx
@@ -232,10 +231,6 @@ class ServiceClient:
             NotFound: If there is none and `missing_ok` is not set.
         """
         self._channel.wait(checkpoints.delete(self.session, path, missing_ok=missing_ok))
-
-    def download_checkpoint(self, path: str, folder: Path) -> None:
-        """Downloads the adapter saved at a `tinker://` path into an existing folder."""
-        self._channel.wait(download.checkpoint(self.session.connection, path, folder))
 
     def weights_info(self, path: str) -> WeightsInfoResponse:
         """Returns which base model and adapter the checkpoint at a `tinker://` path belongs to."""

@@ -154,7 +154,7 @@ class LossWatch:
         self._has_warned = True
         rates = {group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups}
         logger.warning(
-            "the loss of step %d is %.4g, and that of the first step was %.4g: training diverges. The learning rate is "
+            "the loss of step %d is %.4g, after %.4g at the first step: training diverges. The learning rate is "
             "%s; lower it, or set gradient_clip_val.",
             step,
             loss,
@@ -238,7 +238,7 @@ class DeferredMetrics:
                 self.watch.observe(metrics[LOSS], entry.trainer, entry.when.step)
 
     def _metrics(self, entry: _Entry) -> dict[str, float]:
-        """Returns the metrics of a step and of the losses that ran on the server; those of a loss keep their names."""
+        """Returns the metrics of a step and of losses that ran on the server, which keep the names of their metrics."""
         passes = [(loss.result(), call) for loss, call in entry.requests.losses]
         step = {name: float(value) for name, value in (entry.requests.optim.result().metrics or {}).items()}
         more = {name: value for name, value in step.items() if name not in entry.logged}

@@ -220,7 +220,7 @@ class StepTqdm(Tqdm):
 
     @override
     def reset(self, total: float | None = None) -> None:
-        """Does nothing at the start of an epoch, because the bar is that of the whole fit."""
+        """Does nothing at the start of an epoch, because one bar shows the whole fit."""
 
 
 class StepTQDMProgressBar(StepBar, TQDMProgressBar):

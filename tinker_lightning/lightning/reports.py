@@ -1,4 +1,4 @@
-"""The reports of a fit: at its start, what is trained, where and on what; at its end, what came of it.
+"""The reports of a fit: at its start the model, the data and the server; at its end the steps, scores and files.
 
 Model     smollm2-135m on embedded (dialect embedded)
 Data      64 rows with 5,120 tokens, 2,048 of them trained, 0 dropped, 0 skipped

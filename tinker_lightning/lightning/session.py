@@ -21,7 +21,7 @@ from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, Tinker
 from tinker_lightning.lightning import _compat, hyperparameters
 from tinker_lightning.lightning.checkpoint import files
 from tinker_lightning.remote.calls import tokens_of
-from tinker_lightning.remote.lm import RemoteLM, delete_state
+from tinker_lightning.remote.lm import RemoteLM
 from tinker_lightning.rows.batches import except_datums, prompts_of
 from tinker_lightning.rows.formats import RowFormat
 from tinker_lightning.types import SamplingParams
@@ -168,10 +168,6 @@ class SessionModule(pl.LightningModule):
         torch.save(content, copy)
         copy.seek(0)
         return load(copy, map_location, hparams_file, strict, **kwargs)
-
-    def delete_state(self, path: str) -> None:
-        """Deletes a saved state on the server, if it exists."""
-        delete_state(self, path)
 
     def close(self) -> None:
         """Ends the session with the server if this module has opened it."""

@@ -31,7 +31,7 @@ _DECAY = 0.2
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps on the server: a step sends the accumulation window and an optimizer step, and waits not.
+    """An optimizer that steps on the server: a step sends the accumulation window and an optimizer step.
 
     A subclass names its optimizer by `params_type` and converts its parameter groups by `optim_params`. Its defaults
     include `grad_clip_norm`.

@@ -82,7 +82,7 @@ def check_rendered(
 
 
 def _name(tokenizer: Any) -> str:
-    """Returns the name of a tokenizer or of its template; that of a server's files is a digest, which says nothing."""
+    """Returns the name of a tokenizer or of its template; for files of a server, a digest would say nothing."""
     name = str(tokenizer.name_or_path)
     return "this tokenizer" if not name or re.fullmatch("[0-9a-f]{64}", os.path.basename(name)) else name
 

@@ -17,6 +17,7 @@ from tests.helpers.resuming import DATA, Bench, Everywhere, Mean, Rows, assert_s
 from tests.helpers.soaking import first_only
 from tinker_lightning import collate
 from tinker_lightning.errors import InvalidInput, NotFound
+from tinker_lightning.remote.lm import delete_state
 from tinker_lightning.server import EmbeddedTrainer
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ def test_a_missing_state_is_reported_and_changes_nothing(bench: Bench, tmp_path:
     (-torch.cat(module.lm(DATA[:2])).mean()).backward()
     before, window = state_of(bench.server, module), list(module.lm.handle.remote.window)
     path = state_in(file)
-    module.delete_state(path)
+    delete_state(module, path)
     trainer = quiet(max_epochs=1)
     with pytest.raises(NotFound, match=f"{path} that the checkpoint names is not on the server.*another checkpoint"):
         trainer.fit(module, loaders("shuffled"), ckpt_path=str(file))
@@ -317,7 +318,7 @@ def test_a_fit_that_cannot_start_keeps_the_limit_of_steps(bench: Bench, tmp_path
     bench.run("shuffled", saver, max_steps=4, max_epochs=-1)
     file = saver.files[0].path
     module = bench.module()
-    module.delete_state(state_in(file))
+    delete_state(module, state_in(file))
     trainer = quiet(max_steps=4)
     with pytest.raises(NotFound):
         trainer.fit(module, loaders("shuffled"), ckpt_path=str(file))
