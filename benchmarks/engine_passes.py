@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.interface import Activations
 from tinker_lightning.types import Datum, LoraConfig
 
@@ -53,14 +52,14 @@ class Engine:
         self._adapter = LoraAdapter(self.base.lora.new_weights(LoraConfig(rank=RANK)))
 
     def built_in(self, data: list[Datum], *, counted_only: bool = False) -> None:
-        run_pass(self.base, self._adapter, data, "cross_entropy", {}, counted_only=counted_only)
+        list(self.base.start_pass(self._adapter, data, "cross_entropy", {}, counted_only=counted_only))
         self._adapter.gradient = {}
 
     def retained(self, data: list[Datum]) -> None:
         """A custom loss: the forward is kept until its gradient is known."""
         kept = Activations()
-        run_pass(self.base, self._adapter, data, "cross_entropy", {}, forward_only=True, activations=kept)
-        run_pass(self.base, self._adapter, data, "cross_entropy", {}, activations=kept)
+        list(self.base.start_pass(self._adapter, data, "cross_entropy", {}, forward_only=True, activations=kept))
+        list(self.base.start_pass(self._adapter, data, "cross_entropy", {}, activations=kept))
         self._adapter.gradient = {}
 
 

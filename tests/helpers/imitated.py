@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import httpx
 import torch
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.imitations.serving import Kind
 from tinker_lightning import Datum
 from tinker_lightning.server.engine.adapter import LoraAdapter
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types.requests import ForwardBackwardRequest
 from tinker_lightning.wire import json as wire_json
 from tinker_lightning.wire import protobuf

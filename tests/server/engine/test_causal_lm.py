@@ -20,12 +20,12 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.sampling import sample
 from tests.helpers.soaking import first_only
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:

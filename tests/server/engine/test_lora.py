@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.fuzzing import LONG
 from tinker_lightning.errors import InvalidInput
 from tinker_lightning.server.engine import catalog
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.causal_lm import CausalLM
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.interface import AdapterWeights
 from tinker_lightning.types import AdamParams, Datum, LoraConfig
 

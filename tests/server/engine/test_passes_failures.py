@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.helpers.engine_passes import run_pass
 from tinker_lightning.errors import InvalidDatum, InvalidInput, LossNotFinite, OperationFailed, TinkerLightningError
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, ModelInput, TensorData
 from tinker_lightning.types.model_input import ImageChunk
 

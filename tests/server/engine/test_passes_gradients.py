@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.engine_passes import run_pass
 from tinker_lightning.losses.builtin import LOSSES
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import Datum, ModelInput, TensorData
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.fuzzing import examples
 from tests.helpers.soaking import first_only
 from tinker_lightning.server.engine import logprobs
 from tinker_lightning.server.engine.adapter import LoraAdapter
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig
 
 if TYPE_CHECKING:

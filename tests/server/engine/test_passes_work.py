@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.helpers.engine_passes import run_pass
 from tinker_lightning.losses.builtin import LOSSES
 from tinker_lightning.server.engine.causal_lm import CallSize
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.interface import Activations
 from tinker_lightning.server.engine.lora import Matrices
 from tinker_lightning.types import Datum

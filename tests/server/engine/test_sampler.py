@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.sampling import sample
 from tinker_lightning.errors import InvalidDatum, InvalidInput, OperationFailed
 from tinker_lightning.server.engine.adapter import LoraAdapter
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.interface import PromptScoring, SamplingRequest
 from tinker_lightning.server.engine.sampler import _Stop
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.helpers.chat_templates import SMOLLM2
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.sampling import sample
 from tinker_lightning.server.engine.adapter import LoraAdapter
 from tinker_lightning.server.engine.catalog import Catalog
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.engine_passes import run_pass
 from tests.helpers.fuzzing import examples
 from tinker_lightning.server.engine import logprobs
-from tinker_lightning.server.engine.datum_pass import run_pass
 from tinker_lightning.server.engine.lora import Matrices
 from tinker_lightning.types import Datum
 

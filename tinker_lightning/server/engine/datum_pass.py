@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tinker_lightning.lossgraph.graph_loss import GraphLoss
     from tinker_lightning.server.engine.adapter import LoraAdapter
     from tinker_lightning.server.engine.causal_lm import CausalLM
-    from tinker_lightning.server.engine.interface import A, Activations, BaseModel
+    from tinker_lightning.server.engine.interface import Activations
     from tinker_lightning.types import Datum, ModelInput
 
 
@@ -41,24 +41,6 @@ class _Example:
     shape: list[int]
     arguments: Any  # as `read` of the loss returns them
     counted: tuple[Tensor, Tensor] | None = None  # where log-probabilities matter, unless everywhere; values elsewhere
-
-
-def run_pass(
-    base: BaseModel[A],
-    adapter: A,
-    data: Sequence[Datum],
-    loss_fn: str | GraphLoss,
-    loss_fn_config: Mapping[str, float | str],
-    **options: Any,
-) -> ForwardBackwardOutput:
-    """Runs a pass to its end; see `start_pass`."""
-    slices = base.start_pass(adapter, data, loss_fn, loss_fn_config, **options)
-    while True:
-        try:
-            next(slices)
-        except StopIteration as ended:
-            output: ForwardBackwardOutput = ended.value
-            return output
 
 
 def start_pass(
