@@ -1,8 +1,9 @@
-"""Parametrizations of which the ordinary run tries some cases, and `tox -e soak` all."""
+"""What the ordinary run tries in part, and `tox -e soak` in full."""
 
 from __future__ import annotations
 
 import itertools
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,3 +39,8 @@ def _soak(case: Any) -> Any:
 
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
+
+
+def size(name: str, full: int) -> int:
+    """How much a long test does: `SOAK_<NAME>` of the environment, or all of it."""
+    return int(os.environ.get(f"SOAK_{name}", full))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,22 +11,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import httpx
 import pytest
 
+from tests.helpers.executions import logged_trainer
 from tinker_lightning import Datum
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.transport.retries import RetryPolicy
-from tinker_lightning.server import EmbeddedTrainer, create_app
+from tinker_lightning.server import create_app
 from tinker_lightning.testing import Fault, FaultyTransport, embedded_service
 from tinker_lightning.types import AdamParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
     from starlette.applications import Starlette
 
+    from tests.helpers.executions import ExecutionLog
     from tinker_lightning.client import TrainingClient
+    from tinker_lightning.server import EmbeddedTrainer
 
     Running = Callable[[Starlette], AbstractContextManager[str]]
 
@@ -54,12 +54,12 @@ class Outcome(NamedTuple):
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What the same training gives where nothing goes wrong."""
-    with _trainer(tmp_path_factory.mktemp("clean")) as (trainer, log), embedded_service(trainer) as service:
+    with logged_trainer(tmp_path_factory.mktemp("clean")) as (trainer, log), embedded_service(trainer) as service:
         return train(service, trainer, log, STEPS)
 
 
 def test_faults_in_process_change_no_bit(clean: Outcome, tmp_path: Path) -> None:
-    with _trainer(tmp_path) as (trainer, log):
+    with logged_trainer(tmp_path) as (trainer, log):
         faulty: list[FaultyTransport] = []
 
         def wrap(inner: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
@@ -74,7 +74,7 @@ def test_faults_in_process_change_no_bit(clean: Outcome, tmp_path: Path) -> None
 
 
 def test_faults_over_tcp_without_extensions_change_no_bit(clean: Outcome, tmp_path: Path, running: Running) -> None:
-    with _trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=False)) as url:
+    with logged_trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=False)) as url:
         transport = FaultyTransport(httpx.AsyncHTTPTransport(), rate=0.1, seed=2)
         with ServiceClient(base_url=url, transport=transport, retry_policy=PATIENCE) as service:
             outcome = train(service, trainer, log, STEPS)
@@ -87,7 +87,7 @@ def test_faults_over_tcp_without_extensions_change_no_bit(clean: Outcome, tmp_pa
 def test_a_second_in_which_every_answer_to_a_submission_is_lost(
     extended: bool, clean: Outcome, tmp_path: Path, running: Running
 ) -> None:
-    with _trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=extended)) as url:
+    with logged_trainer(tmp_path) as (trainer, log), running(create_app(trainer, extended=extended)) as url:
         transport = LosesAnswers(httpx.AsyncHTTPTransport())
         with ServiceClient(base_url=url, transport=transport, retry_policy=PATIENCE) as service:
             outcome = train(service, trainer, log, STEPS, at_step={STEPS // 2: transport.begin})
@@ -99,11 +99,11 @@ def test_a_second_in_which_every_answer_to_a_submission_is_lost(
 
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["in process", "over TCP without extensions"])
 def test_threads_with_models_of_their_own_share_one_client(over_tcp: bool, tmp_path: Path, running: Running) -> None:
-    with _trainer(tmp_path / "clean") as (trainer, log), embedded_service(trainer) as service:
+    with logged_trainer(tmp_path / "clean") as (trainer, log), embedded_service(trainer) as service:
         alone = [train(service, trainer, log, STEPS_PER_THREAD, seed) for seed in range(THREADS)]
 
     with contextlib.ExitStack() as stack:
-        trainer, log = stack.enter_context(_trainer(tmp_path / "faulty"))
+        trainer, log = stack.enter_context(logged_trainer(tmp_path / "faulty"))
         inner: httpx.AsyncBaseTransport
         url, inner = "http://embedded", httpx.ASGITransport(create_app(trainer))
         if over_tcp:
@@ -192,40 +192,3 @@ class LosesAnswers(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
-
-
-class ExecutionLog(logging.Handler):
-    """What a trainer has carried out, by its own log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self._executed: list[tuple[str, int, str]] = []
-        self._changed = threading.Condition()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        found = re.match(r"op=(\S+) model=(\S+) seq=(\d+) .* ok$", record.getMessage())
-        if found:
-            with self._changed:
-                self._executed.append((found[2], int(found[3]), found[1]))
-                self._changed.notify_all()
-
-    def of(self, model_id: str, last: int) -> list[tuple[int, str]]:
-        """The operations of a model, with the last one, which is logged just after its result was handed out."""
-        with self._changed:
-            self._changed.wait_for(lambda: any(entry[:2] == (model_id, last) for entry in self._executed), timeout=10)
-            return [(number, kind) for model, number, kind in self._executed if model == model_id]
-
-
-@contextlib.contextmanager
-def _trainer(folder: Path) -> Iterator[tuple[EmbeddedTrainer, ExecutionLog]]:
-    logger, log = logging.getLogger("tinker_lightning.server"), ExecutionLog()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(log)
-    trainer = EmbeddedTrainer(["tiny"], data_dir=folder)
-    try:
-        yield trainer, log
-    finally:
-        trainer.close()
-        logger.removeHandler(log)
-        logger.setLevel(level)
