@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
+from typing_extensions import override
 
 from tests.helpers.reference import bits
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -27,33 +28,20 @@ class Served(NamedTuple):
     data_dir: Path
 
 
-class Api:
-    """Speaks the protocol to a trainer's app, without a network; each model's numbers are the caller's business."""
-
-    def __init__(self, trainer: EmbeddedTrainer, api_key: str | Keys | None = None, sent: str = "") -> None:
-        self.trainer = trainer
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        transport = httpx.ASGITransport(create_app(trainer, api_key=api_key))
-        headers = {"x-api-key": sent} if sent else {}
-        self._http = httpx.AsyncClient(transport=transport, base_url="http://embedded/api/v1/", headers=headers)
+class Calls:
+    """The requests of the protocol; each model's numbers are the caller's business."""
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request; fails the test where no answer comes."""
-        return self._wait(self._http.request(method, path, **options))
+        raise NotImplementedError
+
+    def last_number(self, model: str) -> int:
+        """The highest number that the model has run."""
+        raise NotImplementedError
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """A JSON body to an endpoint."""
         return self.request("POST", path, json=body, **options)
-
-    def together(self, *posts: tuple[str, Any]) -> list[httpx.Response]:
-        """JSON bodies to endpoints, all at the same time."""
-
-        async def gather() -> list[httpx.Response]:
-            return list(await asyncio.gather(*(self._http.post(path, json=body) for path, body in posts)))
-
-        return self._wait(gather())
 
     def submit(self, path: str, body: Any) -> str:
         """The id under which the result will be found."""
@@ -107,6 +95,36 @@ class Api:
         options = {"max_tokens": 4, "stop": [], **params}
         return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": options}
 
+
+class Api(Calls):
+    """Speaks the protocol to a trainer's app, without a network."""
+
+    def __init__(self, trainer: EmbeddedTrainer, api_key: str | Keys | None = None, sent: str = "") -> None:
+        self.trainer = trainer
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        transport = httpx.ASGITransport(create_app(trainer, api_key=api_key))
+        headers = {"x-api-key": sent} if sent else {}
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://embedded/api/v1/", headers=headers)
+
+    @override
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._wait(self._http.request(method, path, **options))
+
+    def together(self, *posts: tuple[str, Any]) -> list[httpx.Response]:
+        """JSON bodies to endpoints, all at the same time."""
+
+        async def gather() -> list[httpx.Response]:
+            return list(await asyncio.gather(*(self._http.post(path, json=body) for path, body in posts)))
+
+        return self._wait(gather())
+
+    @override
+    def last_number(self, model: str) -> int:
+        queue = self.trainer.scheduler._queues.get(model)
+        return queue.last if queue is not None else 10**9
+
     def state(self, model: str) -> dict[str, bytes]:
         """The bits of all that training changes: weights, gathered gradient, moments."""
         return bits(self.trainer, model)
@@ -119,3 +137,34 @@ class Api:
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(30)
+
+
+class TcpApi(Calls):
+    """The same to a server elsewhere; what a model has run is known from the submissions that were accepted."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=f"{url}/api/v1/", timeout=120)
+        self._numbers: dict[str, int] = {}
+
+    @override
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        response = self._http.request(method, path, **options)
+        if response.status_code == 200 and b'"request_id"' in response.content:
+            model, _, number = str(response.json()["request_id"]).rpartition(":")
+            if number.isdecimal():
+                self._numbers[model] = max(int(number), self._numbers.get(model, 0))
+        return response
+
+    @override
+    def last_number(self, model: str) -> int:
+        return self._numbers.get(model, 0)
+
+    @override
+    def result(self, request_id: str) -> Any:
+        body = {"request_id": request_id}
+        while (response := self.post("retrieve_future", body)).status_code == 408:
+            pass
+        return response.json()
+
+    def close(self) -> None:
+        self._http.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import subprocess
@@ -38,6 +39,11 @@ class LimitedServer:
         with open(f"/proc/{self.process.pid}/status") as file:
             found = next(line for line in file if line.startswith(f"{field}:"))
         return int(found.split()[1]) << 10
+
+    @property
+    def descriptors(self) -> int:
+        """How many files and connections the process has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     @property
     def peak(self) -> int:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import state_in
 from tests.helpers.kills import Fits
+from tests.helpers.soaking import size
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
 from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+KILLS = size("KILLS", 150)
 KINDS = ["plain", "stateful", "workers"]
 
 
@@ -112,7 +114,7 @@ def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
     numbers = random.Random(kind)  # noqa: S311
     kills: list[int] = []
     left = 0
-    while sum(kills) < 20:
+    while sum(kills) < KILLS / len(KINDS):
         folder = tmp_path / f"killed-{len(kills)}"
         kills.append(kill_often(fits, folder, kind, whole, numbers, most=6))
         assert_same(Ended(folder), whole)
