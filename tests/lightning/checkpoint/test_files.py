@@ -76,6 +76,10 @@ def url(folder: Path) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             """Writes nothing."""
 
+        def list_directory(self, _: Any) -> None:
+            """Does not list folders, as most web servers."""
+            self.send_error(404)
+
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -151,7 +151,8 @@ class StateRetention:
         """Adopts the folders of the `loaded` file and of checkpoint callbacks; a fit continues the run of the file."""
         if self.loaded is not None:
             (file, self._is_resumed), self.loaded = self.loaded, None
-            self.adopt([folder_of(file), *self._folders()], self.states_of(file))
+            fs, path = url_to_fs(str(file))  # also of a web server, whose folders cannot be listed
+            self.adopt([folder_of(file), *self._folders()], _read_states(fs, path))
 
     def adopt(self, folders: Iterable[str], resumed: frozenset[str] = _NONE) -> None:
         """Keeps the states of all files in folders that are used for the first time; others of the run expire.
