@@ -188,11 +188,13 @@ def test_the_printed_configuration_of_rewards_can_be_read_again(
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     Path("own_rewards.py").write_text("def length(text): return len(text)\ndef dots(text): return text.count('.')\n")
     own = config("GRPO")
-    own["data"] = {"class_path": "RolloutData", "init_args": {"train": ["Hello."], "rewards": rewards}}
+    Path("prompts.jsonl").write_text('{"prompt": "Hello."}\n')  # whose lines the parser could take for prompts
+    init_args = {"train": ["Hello."], "validation": "prompts.jsonl", "rewards": rewards}
+    own["data"] = {"class_path": "RolloutData", "init_args": init_args}
     with pytest.raises(SystemExit):
         run("fit", own, "--print_config")
     options = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]
-    assert (options["train"], options["rewards"]) == (["Hello."], rewards)
+    assert {name: options[name] for name in init_args} == init_args
 
 
 @pytest.mark.parametrize(

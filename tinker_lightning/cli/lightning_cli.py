@@ -29,6 +29,7 @@ import tinker_lightning.data
 import tinker_lightning.recipes  # noqa: F401
 from tinker_lightning import callbacks
 from tinker_lightning.cli import wording
+from tinker_lightning.data import RolloutData
 from tinker_lightning.data.sources import columns_of
 from tinker_lightning.errors import TinkerLightningError, did_you_mean
 from tinker_lightning.lightning.hyperparameters import PredictOptions
@@ -125,6 +126,16 @@ class PredictionWriter(pl.Callback):
             Path(self._file).write_text("".join(f"{line}\n" for line in self._lines), encoding="utf-8")
 
 
+class Parser(LightningArgumentParser):
+    """A parser that leaves files with prompts alone, which it would take for configurations or lists of lines."""
+
+    @override
+    def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(theclass, RolloutData):
+            kwargs["sub_configs"] = False
+        return super().add_class_arguments(theclass, *args, **kwargs)
+
+
 class _CommandLine(LightningCLI):
     def __init__(self, stack: contextlib.ExitStack, **options: Any) -> None:
         self._stack = stack
@@ -205,6 +216,7 @@ def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> 
         auto_configure_optimizers=False,
         save_config_callback=SaveConfig,
         trainer_class=LimitedTrainer,
+        parser_class=Parser,
         trainer_defaults={"strategy": "tinker"},
         parser_kwargs={"exit_on_error": False, "prog": "tinker-lightning"},
         args=[stage, *arguments],

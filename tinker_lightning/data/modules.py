@@ -102,7 +102,8 @@ class RowData(pl.LightningDataModule):
         check_choice("truncate", truncate, ("error", "left", "right", "drop"))
         check_choice("bad_rows", bad_rows, ("error", "skip"))
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidInput(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+            what = "at least 1" if isinstance(batch_size, int) else "a whole number"
+            raise InvalidInput(f"batch_size must be {what}, got {batch_size!r}")
         if max_length is not None and max_length < 2:
             raise InvalidInput(f"max_length must be at least 2, got {max_length}")
         if group_by_length and (streaming or not shuffle):

@@ -146,8 +146,10 @@ class LoraConfig:
     train_attn: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise InvalidInput(f"lora_config.rank must be a whole number of at least 1, got {self.rank!r}")
+        if not isinstance(self.rank, int):
+            raise InvalidInput(f"lora_config.rank must be a whole number, got {self.rank!r}")
+        if self.rank < 1:
+            raise InvalidInput(f"lora_config.rank must be at least 1, got {self.rank}")
         if not (self.train_unembed or self.train_mlp or self.train_attn):
             raise InvalidInput("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
