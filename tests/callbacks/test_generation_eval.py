@@ -79,6 +79,17 @@ def test_without_validation_it_is_monitored_at_epoch_ends(service: ServiceClient
     assert "parts/length" in trainer.callback_metrics
 
 
+def test_the_report_of_a_fit_shows_the_last_scores(service: ServiceClient, caplog: pytest.LogCaptureFixture) -> None:
+    scores = GenerationEval(lambda _, row: {"one": 1, "length": len(row)}, ["a", "abc"], name="right", num_samples=2)
+    with caplog.at_level("INFO", "tinker_lightning"):
+        quiet(max_epochs=1, callbacks=[scores]).fit(new(service, RemoteModule), loader())
+    report = caplog.messages[-1]
+    assert report.startswith("Finished")
+    assert report.endswith(
+        "right/one     1 on average over 4 completions\nright/length  2 on average over 4 completions"
+    )
+
+
 def test_a_score_does_not_change_what_training_draws(service: ServiceClient) -> None:
     drawn = []
     for callbacks in ([], [evaluation(lambda *_: torch.rand(()), every_n_steps=1)]):

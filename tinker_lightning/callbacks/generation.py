@@ -15,6 +15,7 @@ from tinker_lightning.errors import InvalidInput, did_you_mean
 from tinker_lightning.lightning.checkpoint.loaders import isolated_rng
 from tinker_lightning.lightning.deferred_metrics import LogStep, log_at
 from tinker_lightning.lightning.module import RemoteModule
+from tinker_lightning.lightning.reports import ReportingCallback
 from tinker_lightning.rows.formats import is_chat, is_row
 from tinker_lightning.types import SamplingParams
 from tinker_lightning.types.chat import messages_to_answer
@@ -141,8 +142,10 @@ def prompt_text(row: Any) -> str:
     return str(messages_to_answer(value)[-1]["content"]) if is_chat(value) else str(value)
 
 
-class GenerationEval(GeneratingCallback):
+class GenerationEval(GeneratingCallback, ReportingCallback):
     """Logs the mean score of completions, a metric that `ModelCheckpoint` and `EarlyStopping` can monitor.
+
+    The report at the end of a fit shows the last one.
 
     Args:
         score: Called as `score(text, row)` with a completion and its prompt's row; returns a number, or a dict of
@@ -170,6 +173,12 @@ class GenerationEval(GeneratingCallback):
             raise InvalidInput(f"GenerationEval: score must be a function of text and row, got {score!r}")
         self.score = score
         self.name = name
+        self._last: dict[str, str] = {}
+
+    @override
+    def end_lines(self) -> dict[str, str]:
+        """Returns the last score of each name."""
+        return self._last
 
     @override
     def on_samples(
@@ -183,6 +192,8 @@ class GenerationEval(GeneratingCallback):
                     for name, value in self._scores(i, row, one).items():
                         scores.setdefault(name, []).append(value)
         metrics = {name: math.fsum(values) / len(values) for name, values in scores.items()}
+        count = sum(map(len, samples))
+        self._last = {name: f"{value:.4g} on average over {count:,} completions" for name, value in metrics.items()}
         if not in_epoch:
             for name, value in metrics.items():
                 module.log(name, value, batch_size=len(self.rows), prog_bar=True)
