@@ -494,6 +494,7 @@ def test_many_sessions_of_one_owner_take_no_more_time_than_the_one_of_another(al
     for job in (held, *jobs):
         job.future.result(60)
     assert 9 <= ran[:20].count("alice") <= 10  # and not two, as one of eleven sessions
+    assert alice.trainer.memory.charge("a request", 1, "messages", owner=session).key == "alice"  # so is memory
 
 
 def test_a_key_can_be_sent_as_a_bearer_token(alice: Api, bob: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -60,6 +61,20 @@ def test_an_owner_takes_at_most_half_of_what_others_leave() -> None:
         assert caught.value.is_temporary
     memory.charge("a request", MIB, "messages", owner="late")
     memory.charge("a body", MIB, "messages")
+
+
+def test_thirty_sessions_of_one_key_leave_memory_for_another() -> None:  # R5.18
+    memory = MemoryBudget(120 * MIB)
+    memory.key_of = lambda session: (session or "")[:3]
+    charges = []
+    for i in range(30):
+        with contextlib.suppress(MemoryLimitExceeded):
+            charges.append(memory.charge("a request", MIB, "messages", owner=f"bob {i}"))
+    assert memory.used("messages") == 15 * MIB  # of 30
+    ann = memory.charge("a request", 7 * MIB, "messages", owner="ann 0")
+    for charge in (ann, *charges):
+        charge.release()
+    memory.charge("a request", 10 * MIB, "messages", owner="bob 0")
 
 
 def test_what_is_no_longer_evictable_is_kept() -> None:

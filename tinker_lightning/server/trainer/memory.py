@@ -11,8 +11,8 @@ The limit is divided so that no kind of use can starve another one:
 Some charges can be evicted. Retained forwards yield to any work, the oldest first. Messages yield to other messages:
 first results that were fetched and bodies that arrive slowly, then unread results of the owner that holds most.
 Requests are never evicted: a client that sends several at once would lose those that overtake another one. Instead, an
-owner gets at most half of the memory that other owners leave, so that a few cannot take all, and requests that arrive
-early leave as much as they take for the request that they wait for.
+owner, and all sessions of an API key together, get at most half of the memory that others leave, so that a few cannot
+take all, and requests that arrive early leave as much as they take for the request that they wait for.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Charge:
     purpose: str
     pool: Pool
     owner: str | None
+    key: str | None  # the API key of the owner
     evict: Callable[[], object] | None
     expendable: bool  # evicted before others
     size: int = 0
@@ -95,10 +96,12 @@ class MemoryBudget:
             raise InvalidInput(f"memory_limit must be a positive number of bytes, got {limit}")
         self.limit = int(DEFAULT_SHARE * machine_memory()) if limit is None else limit
         self.covers_process = False  # whether the limit holds for the whole process, as it does for a server
+        self.key_of: Callable[[str | None], str | None] = lambda _: None  # the API key that a session belongs to
         self._lock = threading.Lock()
         self._used: Counter[Pool] = Counter()
         self._owners: Counter[str] = Counter()  # messages by owner
         self._protected: Counter[str] = Counter()  # messages by owner that cannot be evicted
+        self._keys: Counter[str] = Counter()  # the same by API key
         self._evictable: dict[Charge, None] = {}  # oldest first
 
     def charge(
@@ -125,7 +128,7 @@ class MemoryBudget:
             spare: The number of bytes that must be left for another charge like this one.
             fix: A sentence about what the caller can do, for error messages.
         """
-        charge = Charge(self, purpose, pool, owner, evict, expendable)
+        charge = Charge(self, purpose, pool, owner, self.key_of(owner), evict, expendable)
         self.resize(charge, size, fix, spare=spare)
         return charge
 
@@ -197,13 +200,14 @@ class MemoryBudget:
     def _fair_growth(self, charge: Charge) -> int:
         """Returns how much a message may grow at most: its owner may keep half of the memory that others leave.
 
-        Only memory that cannot be evicted counts, and no bodies, because the body of the request itself is one of them.
+        So may all owners with the same API key together. Only memory that cannot be evicted counts, and no bodies,
+        because the body of the request itself is one of them.
         """
         if charge.owner is None or charge.pool != "messages":
             return self.limit
-        own = self._protected[charge.owner]
-        others = self._protected.total() - own - self._protected[""]
-        return (self._portion(_MESSAGES) - others) // 2 - own
+        total = self._protected.total() - self._protected[""]
+        used = [self._protected[charge.owner], *([] if charge.key is None else [self._keys[charge.key]])]
+        return min((self._portion(_MESSAGES) - (total - own)) // 2 - own for own in used)
 
     def _max_size(self, charge: Charge) -> int:
         """Returns the largest size that such a charge could have if nothing else were in use but models."""
@@ -240,6 +244,8 @@ class MemoryBudget:
                 count[charge.owner or ""] += size
                 if not count[charge.owner or ""]:
                     del count[charge.owner or ""]
+            if charge.key is not None and charge.evict is None:
+                self._keys[charge.key] += size
         if charge.evict is not None and charge.size:
             self._evictable.setdefault(charge)
         else:

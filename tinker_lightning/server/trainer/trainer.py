@@ -90,6 +90,7 @@ class EmbeddedTrainer:
         folder = Path(data_dir or default_data_dir()).expanduser().absolute()
         self.store = CheckpointStore(folder / "checkpoints", disk_limit)
         self.registry = self._all = Registry(memory)
+        memory.key_of = self.registry.owner_of
         self.scheduler = Scheduler(
             gap_timeout, memory=memory, key_of=self.registry.owner_of, forget_model=self.registry.forget_model
         )
