@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -138,7 +139,8 @@ def test_escape_sequences_of_a_server_reach_no_terminal(  # R5.18
     models = {"supported_models": [{"model_name": f"tiny{ESCAPES}"}]}
     caplog.set_level("INFO", "tinker_lightning")
     dialect = dialect_named("protobuf").but(surrogate=Surrogate())
-    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=QUICK, dialect=dialect) as service:
+    policy = replace(QUICK, seconds=0.5)
+    with ServiceClient(base_url="http://embedded", transport=meddler, retry_policy=policy, dialect=dialect) as service:
         meddler.answers["create_session"] = lambda: httpx.Response(200, json=session)
         meddler.answers["get_server_capabilities"] = lambda: httpx.Response(200, json=models)
         meddler.answers["create_sampling_session"] = lambda: httpx.Response(400, json={"detail": f"no{ESCAPES}"})
