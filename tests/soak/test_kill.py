@@ -1,7 +1,11 @@
-"""`kill -9` at random points of a fit, in the middle of windows and of saves too: it ends in the same bits."""
+"""`kill -9` at random points of a fit, in the middle of windows and of saves too: it ends in the same bits.
+
+The trainer is killed with it, or is a server that goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import random
@@ -13,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.checkpoints import state_in
 from tests.helpers.kills import Fits
+from tests.helpers.limited_server import limited_server
 from tests.helpers.soaking import size
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
 from tinker_lightning.server.trainer.checkpoint_summary import TinkerPath
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILLS = size("KILLS", 150)
-KINDS = ["plain", "stateful", "workers"]
+KINDS = ["plain", "stateful", "workers", "served"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,19 @@ def assert_same(fit: Ended, whole: Ended) -> None:
         fit.store.load(TinkerPath.parse(path), training_state=True)  # raises for half a checkpoint
 
 
+@contextlib.contextmanager
+def server_for(folder: Path, kind: str) -> Iterator[None]:
+    """A server for the fits of a folder, if their kind has one."""
+    if kind != "served":
+        yield
+        return
+    store = folder / "data" / "tinker_lightning"
+    store.mkdir(parents=True)
+    with limited_server(store) as server:
+        (folder / "url").write_text(server.url)
+        yield
+
+
 def kill_often(fits: Fits, folder: Path, kind: str, whole: Ended, numbers: random.Random, most: int) -> int:
     """Starts a fit until it comes to its end; how often it was killed."""
     for kills in range(most):
@@ -97,26 +115,30 @@ def kill_often(fits: Fits, folder: Path, kind: str, whole: Ended, numbers: rando
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_fit_ends_in_the_bits_of_one_that_was_not(fits: Fits, kind: str, tmp_path: Path) -> None:
     """Once somewhere, and once within the next save."""
-    fits.run(tmp_path / "whole", kind)
+    with server_for(tmp_path / "whole", kind):
+        fits.run(tmp_path / "whole", kind)
     whole = Ended(tmp_path / "whole")
     folder = tmp_path / "killed"
-    assert not fits.run(folder, kind, call=whole.calls // 2)
-    assert not fits.run(folder, kind, save=1, call=whole.in_saves[0] // 2)
-    assert fits.run(folder, kind)
+    with server_for(folder, kind):
+        assert not fits.run(folder, kind, call=whole.calls // 2)
+        assert not fits.run(folder, kind, save=1, call=whole.in_saves[0] // 2)
+        assert fits.run(folder, kind)
     assert_same(Ended(folder), whole)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
-    fits.run(tmp_path / "whole", kind)
+    with server_for(tmp_path / "whole", kind):
+        fits.run(tmp_path / "whole", kind)
     whole = Ended(tmp_path / "whole")
     numbers = random.Random(kind)  # noqa: S311
     kills: list[int] = []
     left = 0
     while sum(kills) < KILLS / len(KINDS):
         folder = tmp_path / f"killed-{len(kills)}"
-        kills.append(kill_often(fits, folder, kind, whole, numbers, most=6))
+        with server_for(folder, kind):
+            kills.append(kill_often(fits, folder, kind, whole, numbers, most=6))
         assert_same(Ended(folder), whole)
         left += len(Ended(folder).expiring)
     print(
