@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -50,6 +51,7 @@ def test_the_lock_covers_every_requirement() -> None:
         assert name in locked, f"{name} is not in constraints.txt; run tox -e lock"
         try:
             if version(name).partition("+")[0] != locked[name]:
+                assert Path(os.environ.get("PIP_CONSTRAINT", "")).name != "constraints.txt", f"{name} is out of date"
                 continue  # an environment without the lock
         except PackageNotFoundError:  # tox and the build backend are not installed next to the tests
             continue

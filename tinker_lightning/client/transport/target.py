@@ -150,7 +150,7 @@ class Credentials:
         now, expires, issued = time.time(), _claim(self._token, "exp"), _claim(self._token, "iat")
         life = expires - (issued or now)  # both times are the server's, whose clock may differ
         self._expires = now + life
-        self._renewal = now + life * random.uniform(0.45, 0.55) if issued else self._expires  # noqa: S311  # no secret
+        self._renewal = now + life * random.uniform(0.45, 0.55)  # noqa: S311  # no secret
 
 
 def _claim(token: str, name: str) -> float:
