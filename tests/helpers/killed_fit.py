@@ -66,10 +66,11 @@ class Killer:
     Args:
         save: The number of the save within which to count; None to count from the start of the fit.
         call: Which call it is; None for no kill.
+        function: The name of the function whose calls count; None for all functions.
     """
 
-    def __init__(self, save: int | None = None, call: int | None = None) -> None:
-        self.save, self.call = save, call
+    def __init__(self, save: int | None = None, call: int | None = None, function: str | None = None) -> None:
+        self.save, self.call, self.function = save, call, function
         self.calls = 0
         self.in_saves: list[int] = []
         self._saving = self._rewriting = False
@@ -84,7 +85,7 @@ class Killer:
                 self.in_saves.append(0)
         elif code is _ExperimentWriter._rewrite_with_new_header.__code__:
             self._rewriting = event == "call"  # Lightning's own: who is killed there has lost his rows
-        if event != "call":
+        if event != "call" or self.function not in (None, code.co_name):
             return
         self.calls += 1
         if self._saving:

@@ -33,7 +33,7 @@ class Fits:
                 start_new_session=True,
             )
 
-    def run(self, folder: Path, kind: str, **kill: int) -> bool:
+    def run(self, folder: Path, kind: str, **kill: int | str) -> bool:
         """Whether a fit has come to its end, and not been killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

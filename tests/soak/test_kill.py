@@ -127,6 +127,19 @@ def test_a_killed_fit_ends_in_the_bits_of_one_that_was_not(fits: Fits, kind: str
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("function", ["set_checkpoint_ttl", "delete_checkpoint"])
+def test_kills_before_a_state_is_kept_or_deleted(fits: Fits, function: str, tmp_path: Path) -> None:
+    """A file has been written whose state still expires, or one has been replaced whose state is still kept."""
+    fits.run(tmp_path / "whole", "plain")
+    whole = Ended(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    for call in (2, 1, 3):
+        assert not fits.run(folder, "plain", call=call, function=function)
+    assert fits.run(folder, "plain")
+    assert_same(Ended(folder), whole)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_kills(fits: Fits, kind: str, tmp_path: Path) -> None:
     with server_for(tmp_path / "whole", kind):
