@@ -134,8 +134,10 @@ def test_each_recipe_has_a_schedule_and_sampling_options_in_a_file(
     rates = [row["learning_rate"] for row in metrics if row["learning_rate"]]
     assert [float(rate) for rate in rates] == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
     (saved,) = Path("logs").rglob("*.ckpt")
+    (used,) = Path("logs").rglob("config.yaml")
+    assert yaml.safe_load(used.read_text())["data"]["init_args"]["train"] == "own.jsonl"
+    assert run("fit", used.read_text(), "--trainer.max_steps=1", "--trainer.logger=false") == 0
     own["trainer"]["logger"] = False
-    own["data"] = {"class_path": "PromptData", "init_args": {"train": "own.jsonl"}}
     assert run("predict", own, f"--ckpt_path={saved}", "--output=out.jsonl", "--num_samples=3") == 0
     answers = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     for row, answer in zip(rows, answers, strict=True):
