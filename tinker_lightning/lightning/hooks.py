@@ -333,8 +333,8 @@ class RemoteHooks(pl.Callback):
             pause = replace(pause, until=until if pause.until is None else min(until, pause.until))
             if pause.seconds > limit:
                 raise ResultTimeout(
-                    f"the fit has waited for {pause.seconds:.0f} s, and TinkerStrategy(max_wait={limit:g}) allows no "
-                    f"more: {pause.reason}."
+                    f"the fit has waited for {pause.seconds:.0f} s for {self._module.lm.backend.server}, and "
+                    f"TinkerStrategy(max_wait={limit:g}) allows no more: {pause.reason}."
                 )
         bar = self._trainer.progress_bar_callback
         if self._steps is not None and isinstance(bar, StepBar):  # which other hooks draw only between batches

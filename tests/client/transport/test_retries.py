@@ -196,7 +196,7 @@ def test_every_outage_is_shown_also_after_one_that_failed(
                 service.create_lora_training_client("tiny", rank=4)
             script.answers.clear()
             service.create_lora_training_client("tiny", rank=4)
-    shown = [line for line in logged(caplog) if "http://embedded answers HTTP 500 (not now), gives up at" in line]
+    shown = [line for line in logged(caplog) if "the server answers HTTP 500 (not now), gives up at" in line]
     assert len(shown) == 2
     assert all(line.startswith("WARNING http://embedded: waiting for 0 s: ") for line in shown)
 
@@ -226,7 +226,7 @@ def test_a_pause_is_logged_once_however_many_requests_meet_it(
     for future in futures:
         future.result()
     waiting, continuing = logged(caplog)
-    assert "WARNING http://embedded: waiting for 0 s: http://embedded answers HTTP 429 (not now), gives up" in waiting
+    assert "WARNING http://embedded: waiting for 0 s: the server answers HTTP 429 (not now), gives up" in waiting
     assert continuing.startswith("WARNING http://embedded: continuing after ")
 
 
@@ -263,8 +263,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 HELD: dict[str, tuple[str, bool, bool, str, str]] = {
     "work": ("", False, True, "INFO", "forward is queued or running"),
     "capacity": ("the server's queue is full", False, True, "INFO", "the server's queue is full"),
-    "refusal": ("http://far answers HTTP 503", True, True, "WARNING", "http://far answers HTTP 503, gives up at"),
-    "silence": ("", False, False, "WARNING", "http://far is silent, gives up at"),
+    "refusal": ("the server answers HTTP 503", True, True, "WARNING", "the server answers HTTP 503, gives up at"),
+    "silence": ("", False, False, "WARNING", "the server is silent, gives up at"),
 }
 
 

@@ -451,6 +451,17 @@ def test_a_failed_job_does_not_keep_the_memory_of_its_calls() -> None:  # R5.11
     assert kept[0]() is None
 
 
+def test_a_job_that_arrives_after_its_session_was_finished_does_not_wait_for_those_before() -> None:
+    ended: set[str | None] = set()
+    scheduler = Scheduler(has_ended=ended.__contains__)
+    scheduler.submit(Job("s:m:1", "forward", lambda: 1, owner="s"), "s:m", 1).future.result(30)
+    ended.add("s")
+    scheduler.finish("s")
+    with pytest.raises(NotFound, match="forward arrived after its session was finished"):
+        scheduler.submit(Job("s:m:2", "forward", lambda: 2, owner="s"), "s:m", 2)
+    scheduler.close()
+
+
 def test_finishing_a_session_fails_what_waits_and_drops_results_soon() -> None:  # R5.11
     memory = MemoryBudget(1 << 30)
     scheduler = Scheduler(memory=memory, finished_retention=0.0, fetched_retention=0.5)

@@ -24,7 +24,7 @@ from tinker_lightning.client.transport.answers import (
     json_body,
     may_succeed_later,
 )
-from tinker_lightning.client.transport.retries import FIRST_CONTACT_SECONDS, RetryPolicy, Wait, Waits
+from tinker_lightning.client.transport.retries import FIRST_CONTACT_SECONDS, SILENT, RetryPolicy, Wait, Waits
 from tinker_lightning.client.transport.target import HOSTED_URL, password_header, without_password
 from tinker_lightning.errors import (
     AnswerLost,
@@ -230,7 +230,7 @@ class Connection:
                 delay, limit = self._retry_policy.delay(attempt, response), self._limit(response, seconds)
                 if time.monotonic() - started + delay > limit:
                     raise error
-                wait.hold(_short_reason(self.url, response, error), started + limit, is_fault=True)
+                wait.hold(_short_reason(response, error), started + limit, is_fault=True)
                 logger.debug("%s; trying again in %.1f s", error, delay)
                 await asyncio.sleep(delay)
         raise AssertionError("unreachable")
@@ -340,14 +340,14 @@ class Connection:
         )
 
 
-def _short_reason(url: str, response: httpx.Response | None, error: TinkerLightningError) -> str:
+def _short_reason(response: httpx.Response | None, error: TinkerLightningError) -> str:
     """Returns why a request is sent again, in a few words."""
     if response is not None:
         detail = textwrap.shorten(detail_of(json_body(response)), _MAX_REASON, placeholder=" ...")
-        return f"{url} answers HTTP {response.status_code}" + (f" ({detail})" if detail else "")
+        return f"the server answers HTTP {response.status_code}" + (f" ({detail})" if detail else "")
     if isinstance(error.__cause__, httpx.TimeoutException):
-        return f"{url} is silent"
-    return f"{url} drops connections" if isinstance(error, ConnectionDropped) else f"nothing answers at {url}"
+        return SILENT
+    return "the server drops connections" if isinstance(error, ConnectionDropped) else "nothing answers"
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:

@@ -22,6 +22,7 @@ logger = logging.getLogger("tinker_lightning.client")
 
 # At the first contact the URL is probably wrong, so the error is raised soon.
 FIRST_CONTACT_SECONDS = 3.0
+SILENT = "the server is silent"
 # When a wait is shown, and how often it is measured from then on.
 _SHOWN_SECONDS = 2.0
 _UPDATE_SECONDS = 0.5
@@ -188,8 +189,7 @@ class Waits:
             return None
         seconds, until, past = ages[wait], wait.until, time.time() - now
         if not wait.is_fault and (self.silent_seconds() or (wait.is_quick and self.ping is None)):
-            reason = f"{self._url} is silent"
-            return Pause(seconds, reason, past + max(self._heard, wait.since) + self._seconds, is_fault=True)
+            return Pause(seconds, SILENT, past + max(self._heard, wait.since) + self._seconds, is_fault=True)
         reason = wait.reason or f"{wait.name} is queued or running"
         return Pause(seconds, reason, None if until is None else past + until, wait.is_fault)
 

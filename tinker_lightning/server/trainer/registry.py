@@ -167,6 +167,11 @@ class Registry:
         session = self._sessions.get(object_id.partition(":")[0])
         return session is not None and self.owner.owns(session.owner)
 
+    def has_ended(self, session_id: str | None) -> bool:
+        """Returns whether a session is finished."""
+        session = self._sessions.get(session_id or "")
+        return session is not None and session.finished
+
     def owner_of(self, session_id: str | None) -> str | None:
         """Returns the name of the key that created a session."""
         session = self._sessions.get(session_id or "")

@@ -69,6 +69,7 @@ class Scheduler:
     finished_retention: float = FINISHED_RETENTION
     memory: MemoryBudget | None = None
     key_of: Callable[[str | None], str | None] = lambda _: None  # the API key that a session belongs to
+    has_ended: Callable[[str | None], bool] = lambda _: False  # whether a session is finished
     # Called with each job that is dropped; returns the model, which is the name of its queue, that ended with it.
     forget_model: Callable[[Job], str | None] = lambda _: None
 
@@ -133,6 +134,8 @@ class Scheduler:
             elif queue is None:
                 self._ready.add([job])
             else:
+                if self.has_ended(job.owner):  # otherwise it would wait for numbers that were dropped with the session
+                    raise NotFound(f"{job.kind} arrived after its session was finished")
                 entry = self._queues.setdefault(queue, JobQueue())
                 if number <= entry.last:
                     raise InvalidInput(

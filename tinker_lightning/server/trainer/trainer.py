@@ -92,7 +92,11 @@ class EmbeddedTrainer:
         self.registry = self._all = Registry(memory)
         memory.key_of = self.registry.owner_of
         self.scheduler = Scheduler(
-            gap_timeout, memory=memory, key_of=self.registry.owner_of, forget_model=self.registry.forget_model
+            gap_timeout,
+            memory=memory,
+            key_of=self.registry.owner_of,
+            has_ended=self.registry.has_ended,
+            forget_model=self.registry.forget_model,
         )
         self.losses = LossRegistry(allow_pickled_losses, memory)
         self.retained = RetainedForwards(memory)
