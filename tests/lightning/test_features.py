@@ -21,6 +21,7 @@ from tests.helpers.soaking import first_only, mostly_soak
 from tests.helpers.trainers import DATA, LIGHTNING, SMALL, Hybrid, OnServer, loader, logprobs_of, new, quiet
 from tinker_lightning import Datum, RemoteAdamW, RemoteModule, collate
 from tinker_lightning.errors import InvalidInput
+from tinker_lightning.lightning import checks
 
 if TYPE_CHECKING:
     from tinker_lightning.client import ServiceClient
@@ -345,6 +346,7 @@ def test_objects_of_pytorch_lightning_raise(service: ServiceClient, tmp_path: Pa
 
 
 def test_a_trainer_of_pytorch_lightning_raises() -> None:
+    checks.register_elsewhere("tinker")  # as importing this library does if that package was imported before
     with pytest.raises(InvalidInput, match="Create it with lightning: import "):
         other.Trainer(strategy="tinker")
     trainer: Any = other.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
