@@ -224,7 +224,7 @@ class OtherTrainer:
 def register_elsewhere(name: str) -> None:
     """Registers the strategy in `pytorch_lightning`, if that is imported, to raise an error that names the fix."""
     if (other := sys.modules.get("pytorch_lightning.strategies")) is not None:
-        other.StrategyRegistry.register(name, OtherTrainer, "Raises an error")
+        other.StrategyRegistry.register(name, OtherTrainer, "Raises an error", override=True)
 
 
 def _check_callbacks(trainer: pl.Trainer, module: RemoteModule) -> None:
