@@ -191,7 +191,8 @@ def test_the_printed_configuration_of_rewards_can_be_read_again(
     Path("own_rewards.py").write_text("def length(text): return len(text)\ndef dots(text): return text.count('.')\n")
     own = config("GRPO")
     Path("prompts.jsonl").write_text('{"prompt": "Hello."}\n')  # whose lines the parser could take for prompts
-    init_args = {"train": ["Hello."], "validation": "prompts.jsonl", "rewards": rewards}
+    train = ["Hello.", {"prompt": "Hi.", "answer": "three"}]
+    init_args = {"train": train, "validation": "prompts.jsonl", "rewards": rewards}
     own["data"] = {"class_path": "RolloutData", "init_args": init_args}
     with pytest.raises(SystemExit):
         run("fit", own, "--print_config")

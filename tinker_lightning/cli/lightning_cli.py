@@ -196,6 +196,8 @@ def own_terminal() -> Iterator[None]:
     with warnings.catch_warnings():
         for pattern in _WARNED:
             warnings.filterwarnings("ignore", pattern)
+        # Of a function's type, as which the parser would save a list or dict; after an error it tries the next type.
+        warnings.filterwarnings("error", r"\s*Unable to serialize instance [\[{]")
         warnings.showwarning = lambda message, *_: Tqdm.write(f"warning: {message}", file=sys.stderr)
         for each in loggers:
             each.handlers = [line_handler]

@@ -24,8 +24,7 @@ from tinker_lightning.types import SamplingParams
 RewardFunction: TypeAlias = Callable[..., Any]
 EnvironmentFunction: TypeAlias = Callable[..., Iterable[Environment]]
 # The parser tries `Any` last: rows, and the datasets of other packages. With `str` before it, "2" stays a string.
-# Collections precede functions, as which the parser would save them.
-Source: TypeAlias = Environment | list[Environment | EnvironmentFunction | str | Any] | EnvironmentFunction | str | Any
+Source: TypeAlias = Environment | EnvironmentFunction | str | list[Environment | EnvironmentFunction | str | Any] | Any
 
 
 class RolloutData(pl.LightningDataModule):
@@ -69,7 +68,7 @@ class RolloutData(pl.LightningDataModule):
         *,
         test: Source = None,
         environment: type[Environment] | Callable[..., Any] | None = None,
-        rewards: Rewards | Sequence[RewardFunction] | Mapping[str, RewardFunction] | RewardFunction | None = None,
+        rewards: Rewards | RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction] | None = None,
         max_tokens: int = 64,
         temperature: float = 1.0,
         stop: list[str] | None = None,
