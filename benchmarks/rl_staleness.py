@@ -113,6 +113,7 @@ class Simulated:
     optimizer_kind = "adamw"
     retains = True
     can_expire = False
+    pause = None
     server = storage = "simulated"
     dialect = dialect_named("embedded")
 
@@ -165,6 +166,9 @@ class Simulated:
 
     def max_context_length(self) -> None:
         return None
+
+    def list_checkpoints(self) -> list[Any]:
+        return []
 
     def _not_simulated(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError

@@ -188,7 +188,10 @@ class Session:
         elif response.status_code == 410:
             self._lose(f"{self.session_id} was ended on {self.connection.url}: {_ENDERS}.")
         elif (self._is_known or self.dialect.deduplicates) and detail_of(json_body(response)) not in ("", "Not Found"):
-            self._lose(f"{self.connection.url} was restarted, and no longer has {self.session_id}.")
+            reason = "was restarted, and no longer has {0}."
+            if not self._is_known:  # it may be another server
+                reason = "does not have {0}: it was restarted, or several servers share this URL."
+            self._lose(f"{self.connection.url} {reason.format(self.session_id)}")
 
     def _lose(self, reason: str) -> None:
         if self.lost is None:
