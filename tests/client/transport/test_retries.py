@@ -18,6 +18,7 @@ from tests.helpers.soaking import mostly_soak
 from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.transport import retries
+from tinker_lightning.client.transport import session as sessions
 from tinker_lightning.client.transport.retries import RetryPolicy, Waits
 from tinker_lightning.errors import (
     InvalidInput,
@@ -25,6 +26,7 @@ from tinker_lightning.errors import (
     OperationFailed,
     RequestConflict,
     ServerUnreachable,
+    SessionLost,
     TinkerLightningError,
 )
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -388,3 +390,44 @@ def test_a_submission_that_outlasts_the_long_poll_is_fetched(
         held.set()
         assert future.result().metrics["loss:sum"] > 0
     assert [each.path for each in record.requests].count("/ext/v1/forward_backward") == 1
+
+
+def missing(detail: str) -> httpx.Response:
+    return httpx.Response(404, json={"message": detail})
+
+
+def test_a_session_is_lost_only_if_it_is_missing_several_times_in_a_row(
+    plain: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that reloads its routes answers 404 too."""
+    monkeypatch.setattr(sessions, "_HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(sessions, "_MISSED_SECONDS", 0.001, raising=False)
+    session, script = plain.service.session, plain.script
+    ping = session.connection.waits.ping
+    assert ping is not None
+    for replies in (2, 1, 2):
+        script.answers["session_heartbeat"] = [missing("no Route matched with those values")] * replies
+        before = len(script.arrivals)
+        session._heart.get_loop().call_soon_threadsafe(ping.set)
+        while len(script.arrivals) - before < replies + 2 and session.lost is None:  # also after them
+            time.sleep(0.001)
+    assert session.lost is None
+    assert plain.model.forward(DATA, "cross_entropy").result().metrics["loss:sum"] > 0
+    script.answers["session_heartbeat"] = [missing("no Route matched with those values")] * 3
+    while not session._heart.done():
+        time.sleep(0.001)
+    with pytest.raises(SessionLost, match=r"http://embedded was restarted, and no longer has session-"):
+        plain.model.forward(DATA, "cross_entropy").result()
+
+
+def test_a_session_that_the_server_misses_by_name_is_lost_at_once_if_its_model_is_missing_too(
+    plain: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_MISSED_SECONDS", 1e9)
+    name = plain.service.session.session_id
+    plain.script.answers |= {
+        "optim_step": [missing("there is no model")],
+        "session_heartbeat": [missing(f"there is no session {name!r}")],
+    }
+    with pytest.raises(SessionLost, match=f"{name}: it was restarted, or several servers share this URL"):
+        plain.model.optim_step(FAST).result()

@@ -31,6 +31,9 @@ SDK_VERSION = "0.38.0"
 _HEARTBEAT_SECONDS = 10.0
 _WARNING_SECONDS = 120.0
 _FINISH_SECONDS = 1.0
+# How often in a row a session must be missing, and the pause: a gateway that reloads its routes answers 404, too.
+_MISSES = 3
+_MISSED_SECONDS = 1.0
 _ENDERS = "by another client, because its API key was removed, or because no heartbeat has arrived for minutes"
 _LOSS = "Its models are gone, with all training after the last saved state. Load that state in a new client."
 
@@ -164,34 +167,46 @@ class Session:
         """Returns the loss of the session if that is why something was not found, otherwise the error itself."""
         if isinstance(error, NotFound | ResultExpired):
             with contextlib.suppress(TinkerLightningError):
-                await self.check()
+                await self.check(1)
         return self.lost or error
 
     def _check_lost(self) -> None:
         if self.lost is not None:
             raise SessionLost(*self.lost.args)
 
-    async def check(self) -> None:
-        """Sends a heartbeat. If the server does not have the session any more, everything that runs in it fails."""
-        self.connection.waits.pinged()
-        response = await self.connection.send(
-            "POST",
-            "/api/v1/session_heartbeat",
-            wire_json.dumps(SessionHeartbeatRequest(self.session_id)),
-            accept=lambda response: response.status_code in (404, 410),
-            seconds=0,
-            wait=Wait("session_heartbeat"),
-            timeout=_HEARTBEAT_SECONDS,
-        )
-        if response.is_success:
-            self._is_known = True
-        elif response.status_code == 410:
-            self._lose(f"{self.session_id} was ended on {self.connection.url}: {_ENDERS}.")
-        elif (self._is_known or self.dialect.deduplicates) and detail_of(json_body(response)) not in ("", "Not Found"):
-            reason = "was restarted, and no longer has {0}."
-            if not self._is_known:  # it may be another server
-                reason = "does not have {0}: it was restarted, or several servers share this URL."
-            self._lose(f"{self.connection.url} {reason.format(self.session_id)}")
+    async def check(self, named: int = _MISSES) -> None:
+        """Sends a heartbeat. If the server does not have the session any more, everything that runs in it fails.
+
+        Args:
+            named: How often in a row a session must be missing that the answer names, which a gateway's does not.
+        """
+        for misses in range(1, _MISSES + 1):
+            self.connection.waits.pinged()
+            response = await self.connection.send(
+                "POST",
+                "/api/v1/session_heartbeat",
+                wire_json.dumps(SessionHeartbeatRequest(self.session_id)),
+                accept=lambda response: response.status_code in (404, 410),
+                seconds=0,
+                wait=Wait("session_heartbeat"),
+                timeout=_HEARTBEAT_SECONDS,
+            )
+            if response.is_success:
+                self._is_known = True
+                return
+            if response.status_code == 410:
+                self._lose(f"{self.session_id} was ended on {self.connection.url}: {_ENDERS}.")
+                return
+            detail = detail_of(json_body(response))
+            if detail in ("", "Not Found") or not (self._is_known or self.dialect.deduplicates):
+                return
+            if misses >= (named if self.session_id in detail else _MISSES):
+                break
+            await asyncio.sleep(_MISSED_SECONDS)
+        reason = "was restarted, and no longer has {0}."
+        if not self._is_known:  # it may be another server
+            reason = "does not have {0}: it was restarted, or several servers share this URL."
+        self._lose(f"{self.connection.url} {reason.format(self.session_id)}")
 
     def _lose(self, reason: str) -> None:
         if self.lost is None:
