@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import ArgumentParser
 
 from tests.helpers.soaking import first_only, mostly_soak
 from tinker_lightning import callbacks, cli, data, recipes
@@ -495,3 +496,12 @@ def test_a_file_of_the_user_is_never_overwritten(folder: Path) -> None:
     trainer = pl.Trainer(default_root_dir=folder, logger=False, accelerator="cpu", barebones=True)
     callback.setup(trainer, pl.LightningModule(), "fit")
     assert Path("config.yaml").read_text() == "mine"
+
+
+def test_other_parsers_of_the_process_read_yaml_afterwards(folder: Path) -> None:
+    assert run("fit", "modle: {class_path: SFT}") == 2
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--count", type=int)
+    Path("other.yaml").write_text("count: 3")
+    assert parser.parse_args(["--config", "other.yaml"]).count == 3

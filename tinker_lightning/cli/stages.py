@@ -111,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
             return load(text)
 
         jsonargparse.set_loader("yaml", load_checked, errors)
-        stack.callback(jsonargparse.set_loader, "yaml", load, errors)
+        # With the same arguments, which the parser notes and would pass to the loader that was there.
+        stack.callback(jsonargparse.set_loader, "yaml", lambda text, path="": load(text), errors)
         try:
             run_stage(options.stage, options.rest, stack)
         except jsonargparse.ArgumentError as error:

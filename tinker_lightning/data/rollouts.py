@@ -108,7 +108,7 @@ class RolloutData(pl.LightningDataModule):
             "refill": refill,
         }
         self._loaders: dict[str, RolloutLoader] = {}
-        self._prompts: PromptData
+        self._prompts: PromptData | None = None
         # Lightning takes a loader for each method that it finds.
         for part, method in (("train", "train"), ("validation", "val"), ("test", "test")):
             if self._sources[part] is not None:
@@ -124,16 +124,18 @@ class RolloutData(pl.LightningDataModule):
             if self._sources[part] is not None:
                 self._loader(part)
         if stage == "predict":
-            self._prompts = self._prompt_data()
-            self._prompts.trainer = self.trainer
-            self._prompts.setup(stage)
+            prompts = self._prompts = self._prompt_data()
+            prompts.trainer = self.trainer
+            prompts.setup(stage)
         if stage == "fit" and "train" in self._loaders and self.trainer is not None:
             self._loaders["train"].limit_epochs(self.trainer)
 
     @override
     def predict_dataloader(self) -> Any:
         """Returns the prompts of the test rows, else of the validation rows, else of the training rows, in order."""
-        return self._prompts.predict_dataloader()
+        if self._prompts is None:
+            self.setup("predict")
+        return self._prompts.predict_dataloader()  # type: ignore[union-attr]
 
     def _prompt_data(self) -> PromptData:
         part = next((name for name in ("test", "validation", "train") if self._sources[name] is not None), "train")

@@ -166,11 +166,11 @@ class RemoteModel:
 
     def wait_for_end(self, future: TinkerFuture[Any]) -> None:
         """Waits for a result or failure without raising it; `while_waiting` can end the wait."""
-        while not future.done():
+        while True:
+            with contextlib.suppress(ResultTimeout):
+                return future.wait(_CALLBACK_SECONDS)
             if self.while_waiting is not None:
                 self.while_waiting()
-            with contextlib.suppress(ResultTimeout):
-                future.wait(_CALLBACK_SECONDS)
 
     def wait_for_all(self) -> None:
         """Waits until all requests are done; `while_waiting` can end the wait."""
