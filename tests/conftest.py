@@ -11,6 +11,7 @@ import gc
 import importlib.metadata
 import os
 import signal
+import sys
 import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_open_run() -> Iterator[None]:
+    """Ends a W&B run that a test leaves open, which the next one would log to."""
+    yield
+    if getattr(wandb := sys.modules.get("wandb"), "run", None) is not None:
+        wandb.finish()  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -142,6 +142,12 @@ class _CommandLine(LightningCLI):
         super().__init__(pl.LightningModule, pl.LightningDataModule, **options)
 
     @override
+    def init_parser(self, **options: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**options)
+        parser.__class__ = Parser  # Lightning 2.5 does not take a class of parsers
+        return parser
+
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--output", type=str | None, help="predict: the file for the predictions")
         for name, kind in _PREDICT.items():
@@ -218,7 +224,6 @@ def run_stage(stage: str, arguments: list[str], stack: contextlib.ExitStack) -> 
         auto_configure_optimizers=False,
         save_config_callback=SaveConfig,
         trainer_class=LimitedTrainer,
-        parser_class=Parser,
         trainer_defaults={"strategy": "tinker"},
         parser_kwargs={"exit_on_error": False, "prog": "tinker-lightning"},
         args=[stage, *arguments],

@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
         jsonargparse.set_loader("yaml", load_checked, errors)
         # With the same arguments, which the parser notes and would pass to the loader that was there.
-        stack.callback(jsonargparse.set_loader, "yaml", lambda text, path="": load(text), errors)
+        stack.callback(jsonargparse.set_loader, "yaml", lambda text, path="": load(text), errors)  # noqa: ARG005
         try:
             run_stage(options.stage, options.rest, stack)
         except jsonargparse.ArgumentError as error:
