@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from lightning.pytorch.plugins import TorchCheckpointIO
 
 from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import quiet
 from tinker_lightning import cli
 from tinker_lightning.data import ChatData
+from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.recipes import SFT
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -177,6 +178,41 @@ def test_nothing_is_pruned_if_anything_cannot_be_read(runs: Runs, capsys: pytest
     (folder / "notes.txt").write_text("of another program")
     assert cli.main(prune) == 0
     assert runs.left() == before - {runs.gone}
+
+
+class OtherFormats(TorchCheckpointIO):
+    """Writes compressed files, and folders."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002
+        path = Path(path)
+        if path.suffix != ".gz":
+            path.mkdir(parents=True)
+            path = path / "shard_0"
+        with gzip.open(path, "wb") as opened:
+            torch.save(checkpoint, opened)
+
+
+def test_states_of_files_in_other_formats_are_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    folder, store = tmp_path / "a", CheckpointStore(tmp_path / "tinker_lightning" / "checkpoints")
+    with SFT("tiny", rank=4, base_url="embedded") as module:
+        trainer = quiet(max_steps=1, strategy=TinkerStrategy(checkpoint_io=OtherFormats()))
+        trainer.fit(module, ChatData([{"prompt": "1?", "completion": "1."}]))
+        for name in ("a.ckpt", "b", "c.pt.gz", "d.pt.gz"):
+            trainer.save_checkpoint(folder / name)
+    prune = ["checkpoints", "prune", "--older-than", "0s", "--yes", "--files", str(folder)]
+    left = []
+    for file in ("a.ckpt", "b", "c.pt.gz", "d.pt.gz"):
+        exit_code = cli.main(prune)
+        left.append((exit_code, len(store.listing())))
+        (folder / file).rename(tmp_path / file)
+    assert left[0] == (2, 4)
+    assert f"{folder}/a.ckpt cannot be read, so it may name any state" in capsys.readouterr().err
+    assert left[1:] == [(0, 3), (0, 2), (0, 2)]  # d.pt.gz may be the file that was c.pt.gz
+    assert cli.main(prune) == 0
+    assert store.listing() == []
 
 
 def test_a_folder_that_cannot_be_listed_has_no_states_to_prune(

@@ -82,13 +82,16 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_prune(options: argparse.Namespace) -> int:
     """Deletes the states that no file in the folders names; returns the exit code."""
+    from tinker_lightning.lightning.checkpoint.retention import NamedStates
+
     with _connect(options) as service:
         # Before the files are read: what a run saves in the meantime is not deleted.
         checkpoints = _saved_for(_checkpoints(service, None), options.files)
-        named = _named(options.files)
+        _named(options.files)  # which raises if a file cannot be read
         oldest = datetime.now(UTC) - options.older_than
-        left = [each for each in checkpoints if each.tinker_path not in named and _time(each) <= oldest]
-        _print(left, [_row(each, _base_models(service), None) for each in left])
+        left = NamedStates().unneeded((each for each in checkpoints if _time(each) <= oldest), options.files)
+        base_models = _base_models(service) if left else {}
+        _print(left, [_row(each, base_models, None) for each in left])
         total = f"{len(left)} states, {_size(left)}, in {_location(service)}"
         if left and not options.yes:
             raise InvalidInput(
@@ -168,7 +171,7 @@ def _named(folders: Sequence[str]) -> dict[str, str]:
         fs, path = url_to_fs(folder)
         if not fs.isdir(path):
             raise InvalidInput(f"--files: there is no folder {folder}")
-        for file, states in (files.by_file(folder, 1) | files.by_file(folder, None, ".ckpt")).items():
+        for file, states in files.below(folder).items():
             if UNREADABLE in states:
                 raise InvalidInput(
                     f"--files: {file} cannot be read, so it may name any state. If it is damaged, move it away."

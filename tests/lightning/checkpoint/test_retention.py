@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -444,6 +446,62 @@ def test_what_a_killed_run_has_left_expires_when_it_is_resumed(
     resumed.fit(resume=str(resumed.folder / "moved.ckpt"), max_steps=9, max_epochs=3)
     left.discard(state_in(resumed.folder / "moved.ckpt"))
     assert {each.tinker_path for each in resumed.trainer.store.listing() if each.expires_at is not None} == left
+
+
+def test_a_file_in_a_sub_folder_keeps_its_state(server: Server, tmp_path: Path) -> None:
+    """Also one behind a link to a folder, and one of another format, which is found by its name."""
+    trainer = server.fit()
+    for name in ("best.ckpt", "linked.ckpt", "other.pt", "gone.ckpt", "last.ckpt"):
+        trainer.save_checkpoint(server.folder / name)
+    left = {state_in(server.folder / "gone.ckpt")}
+    (server.folder / "gone.ckpt").unlink()
+    for folder, name in ((server.folder / "archive", "best.ckpt"), (tmp_path / "elsewhere", "linked.ckpt")):
+        folder.mkdir()
+        (server.folder / name).rename(folder / name)
+    (server.folder / "link").symlink_to(tmp_path / "elsewhere")
+    (server.folder / "archive" / "again").symlink_to(server.folder)  # without end
+    (server.folder / "other.pt").unlink()
+    (server.folder / "archive" / "other.pt.gz").write_bytes(b"compressed")
+    elsewhere = ModelCheckpoint(tmp_path / "more", save_last=True)
+    server.fit(elsewhere, resume=str(server.folder / "last.ckpt"), max_epochs=3)
+    assert {each.tinker_path for each in server.trainer.store.listing() if each.expires_at is not None} == left
+
+
+def test_only_files_are_opened(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = server.fit()
+    os.mkfifo(server.folder / "pipe")  # opening it would wait for ever
+    os.mkfifo(server.folder / "pipe.ckpt")
+    (server.folder / "link").symlink_to(tmp_path)
+    (server.folder / "nowhere").symlink_to(tmp_path / "none")
+    for name in ("gone.ckpt", "last.ckpt"):
+        trainer.save_checkpoint(server.folder / name)
+    (server.folder / "gone.ckpt").unlink()
+    expire(server, server.folder / "last.ckpt")
+    server.fit(resume=str(server.folder / "last.ckpt"), max_epochs=3)
+    assert sorted(server.expiring()) == [False, True]
+    assert "could not be" not in caplog.text
+
+
+def test_a_file_of_another_user_keeps_the_states_that_would_expire(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = server.fit()
+    for name in ("gone.ckpt", "last.ckpt"):
+        trainer.save_checkpoint(server.folder / name)
+    (server.folder / "gone.ckpt").unlink()
+    (server.folder / "locked").write_bytes(b"x")
+    opened = LocalFileSystem._open
+
+    def locked(self: LocalFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:  # as for a user who is not root
+        if path.endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "_open", locked)
+    expire(server, server.folder / "last.ckpt")
+    server.fit(resume=str(server.folder / "last.ckpt"), max_epochs=3)
+    assert server.expiring() == [False, False]
+    assert f"{server.folder}/locked could not be read; remote states are kept" in caplog.text
 
 
 def test_a_listing_that_fails_is_a_warning(

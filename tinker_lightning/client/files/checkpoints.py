@@ -26,9 +26,9 @@ SHORT_SECONDS = 5.0
 # The number of checkpoints that a page of a listing is asked for.
 PAGE = 100
 
-# The metadata of a state that was saved for a checkpoint file: the run, which a resume continues, and the `folder_id`
-# of the file's folder.
-RUN, FOLDER = "tinker_lightning_run", "tinker_lightning_folder"
+# The metadata of a state that was saved for a checkpoint file: the run, which a resume continues, the `folder_id` of
+# the file's folder, and the file's name.
+RUN, FOLDER, FILE = "tinker_lightning_run", "tinker_lightning_folder", "tinker_lightning_file"
 
 # tinker://run/kind/name, and the forms of other servers: tinker://model/name, twinkle://run/kind/name.
 _KINDS = "weights|sampler_weights|external_weights"
@@ -60,6 +60,11 @@ def saved_by(state: Checkpoint) -> str | None:
 def written_into(state: Checkpoint) -> str | None:
     """Returns the id of the folder of the checkpoint file for which a state was saved; None for anything else."""
     return (state.user_metadata or {}).get(FOLDER)
+
+
+def file_of(state: Checkpoint) -> str | None:
+    """Returns the name of the checkpoint file for which a state was saved; None for anything else."""
+    return (state.user_metadata or {}).get(FILE)
 
 
 def url(path: str) -> str:

@@ -24,6 +24,7 @@ from tinker_lightning.wire import folders
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.strategies import Strategy
 
@@ -224,6 +225,34 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def listed(fs: AbstractFileSystem, folder: str, depth: int | None) -> list[dict[str, Any]]:
+    """Returns what is in a folder, nothing if it does not exist; raises `OSError` if a folder cannot be listed."""
+    fs.invalidate_cache(folder)  # another process may have written a file
+    try:
+        return list(_entries_below(fs, folder, depth, set()))
+    except FileNotFoundError:
+        if fs.exists(folder):
+            raise  # a folder in it has been removed in the meantime
+        return []
+
+
+def _entries_below(
+    fs: AbstractFileSystem, folder: str, depth: int | None, followed: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields what is in a folder, and links as what they lead to; links to folders are `followed` once."""
+    for info in fs.ls(folder, detail=True):
+        if info["type"] == "directory" and info["name"].rstrip("/") == folder.rstrip("/"):
+            continue
+        target = None
+        if info.get("islink"):
+            with contextlib.suppress(OSError):  # it leads nowhere
+                info, target = fs.info(info["name"]), os.path.realpath(info["name"])
+        yield info
+        if info["type"] == "directory" and depth != 1 and target not in followed:
+            followed |= {target} if target is not None else set()
+            yield from _entries_below(fs, info["name"], depth, followed)
 
 
 def _local_path(path: object) -> Path | None:

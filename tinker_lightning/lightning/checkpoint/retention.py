@@ -19,6 +19,7 @@ import socket
 import uuid
 import zipfile
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -26,12 +27,12 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import Unsupported
-from tinker_lightning.lightning.checkpoint.files import ARCHIVE
+from tinker_lightning.lightning.checkpoint.files import ARCHIVE, listed
 from tinker_lightning.remote import lm
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     import lightning.pytorch as pl
     from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -116,6 +117,7 @@ class StateRetention:
             options["user_metadata"] = {
                 checkpoints.RUN: self._run,
                 checkpoints.FOLDER: folder_id(folder_of(self._saving)),
+                checkpoints.FILE: posixpath.basename(url_to_fs(str(self._saving))[1]),
             }
         return options
 
@@ -186,26 +188,29 @@ class StateRetention:
             return
         # Listed before the files are read: a state that does not expire has its file by then, also one of another
         # process.
-        listed = {each.tinker_path: each for each in self._listing()}
-        for state in resumed & listed.keys():
-            self._run = checkpoints.saved_by(listed[state]) or self._run
+        saved = {each.tinker_path: each for each in self._listing()}
+        for state in resumed & saved.keys():
+            self._run = checkpoints.saved_by(saved[state]) or self._run
         named = self._named(folders) | resumed
-        self._expiring |= {state for state in named & listed.keys() if listed[state].expires_at is not None}
+        self._expiring |= {state for state in named & saved.keys() if saved[state].expires_at is not None}
         if not self._is_resumed or UNREADABLE in named:
             return
         ids = {folder_id(folder) for folder in folders}
-        for state in sorted(listed.keys() - named - self._own):
-            each = listed[state]
-            is_left = checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
-            if is_left and each.expires_at is None:
-                self._set_expiry(state, TTL_DAYS * 24 * 3600)
-                logger.warning(
-                    "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
-                    "move its file back to that folder and resume, or resume from it where it is.",
-                    state,
-                    ", ".join(folders),
-                    TTL_DAYS,
-                )
+        left = [
+            each
+            for state, each in sorted(saved.items())
+            if state not in named | self._own and each.expires_at is None
+            if checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
+        ]
+        for each in self._files.unneeded(left, [*folders, *self._folders()]) if left else ():
+            self._set_expiry(each.tinker_path, TTL_DAYS * 24 * 3600)
+            logger.warning(
+                "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
+                "move its file back to that folder and resume, or resume from it where it is.",
+                each.tinker_path,
+                ", ".join(folders),
+                TTL_DAYS,
+            )
 
     def _named(self, folders: Iterable[str]) -> frozenset[str]:
         """Returns the states named by any file of these folders and of the folders of checkpoint callbacks."""
@@ -262,29 +267,53 @@ class NamedStates:
         """Returns the states that the files of a folder name; see `by_file`."""
         return _NONE.union(*self.by_file(folder, depth, ending).values())
 
+    def below(self, folder: str) -> dict[str, frozenset[str]]:
+        """Returns the states of each file in a folder, and of each `*.ckpt` in its sub-folders; see `by_file`."""
+        return self.by_file(folder, 1) | self.by_file(folder, None, ".ckpt")
+
     def by_file(self, folder: str, depth: int | None, ending: str = "") -> dict[str, frozenset[str]]:
         """Returns the states of each file with an ending; without one, files that are no archives name none.
 
-        A file that cannot be read names `UNREADABLE`, with a warning. A folder that cannot be listed raises `OSError`;
-        one that does not exist has no files.
+        A file that cannot be read names `UNREADABLE`, with a warning, as does a folder `*.ckpt`, which is a checkpoint
+        of another format. A folder that cannot be listed raises `OSError`; one that does not exist has no files.
         """
         fs, root = url_to_fs(folder)
-        fs.invalidate_cache(root)  # another process may have written a file
         found: dict[str, frozenset[str]] = {}
-        try:
-            listed = list(_files_below(fs, root, depth))
-        except FileNotFoundError:
-            if fs.exists(root):
-                raise  # a folder in it has been removed in the meantime
-            return {}
-        for info in listed:
-            path = info["name"]
-            if not path.endswith(ending) or (not ending and _is_of_others(fs, path)):
+        for info in listed(fs, root, depth):
+            path, is_folder = info["name"].rstrip("/"), info["type"] == "directory"
+            if not path.endswith(ending) or (is_folder and not path.endswith(".ckpt")):
                 continue
-            file, version = fs.unstrip_protocol(path), str(info)
+            # Whatever is neither, such as a pipe, is not opened: that might take forever.
+            if not is_folder and (info["type"] != "file" or (not ending and _is_of_others(fs, path))):
+                continue
+            file, version = fs.unstrip_protocol(path), "folder" if is_folder else str(info)
             if self._read.get(file, ("",))[0] != version:
-                self._read[file] = version, _read_states(fs, file)
+                self._read[file] = version, _unreadable(file, "a folder") if is_folder else _read_states(fs, file)
             found[file] = self._read[file][1]
+        return found
+
+    def unneeded(self, states: Iterable[Checkpoint], folders: Iterable[str]) -> list[Checkpoint]:
+        """Returns those of the states of checkpoint files that nothing in folders and their sub-folders may need.
+
+        What names no state there may be the file of one in another format. So a state is needed if something has the
+        name of its file, whatever its ending, or if something that is not read has the same ending.
+        """
+        named, names, endings = set[str](), set[str](), set[str]()
+        for folder in folders:
+            read = self.below(folder)
+            named |= _NONE.union(*read.values())
+            fs, root = url_to_fs(folder)
+            for info in listed(fs, root, None):
+                path = info["name"].rstrip("/")
+                is_pipe = info["type"] == "other" and not info.get("islink")
+                if not is_pipe and not read.get(file := fs.unstrip_protocol(path)):
+                    names |= set(accumulate(posixpath.basename(path).split("."), "{}.{}".format))
+                    endings |= {posixpath.splitext(path)[1]} if file not in read else set()
+        found = []
+        for each in states if UNREADABLE not in named else ():
+            stem, ending = posixpath.splitext(checkpoints.file_of(each) or "")
+            if stem and each.tinker_path not in named and stem not in names and ending not in endings:
+                found.append(each)
         return found
 
 
@@ -302,15 +331,6 @@ def folder_id(folder: str) -> str:
     return hashlib.sha256(address.encode()).hexdigest()[:32]
 
 
-def _files_below(fs: AbstractFileSystem, folder: str, depth: int | None) -> Iterator[dict[str, str]]:
-    """Yields the files of a folder; unlike `fs.find`, raises for a folder that cannot be listed."""
-    for info in fs.ls(folder, detail=True):
-        if info["type"] != "directory":
-            yield info
-        elif depth != 1 and info["name"].rstrip("/") != folder.rstrip("/"):
-            yield from _files_below(fs, info["name"], depth)
-
-
 def _is_of_others(fs: AbstractFileSystem, file: str) -> bool:
     """Returns whether a file was not written by torch; those that a process still writes are hidden."""
     if file.endswith(".ckpt"):
@@ -322,6 +342,8 @@ def _is_of_others(fs: AbstractFileSystem, file: str) -> bool:
             return bool(opened.read(len(ARCHIVE)) != ARCHIVE)
     except FileNotFoundError:
         return True
+    except OSError:  # such as another user's: `_read_states` tells
+        return False
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
@@ -336,7 +358,10 @@ def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
     except FileNotFoundError:  # removed since it was listed, or a link to a removed file
         return _NONE
     except Exception as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
-        return frozenset({UNREADABLE})
+        return _unreadable(file, str(error).partition("\n")[0])
     return frozenset(states)
+
+
+def _unreadable(file: str, reason: str) -> frozenset[str]:
+    logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
+    return frozenset({UNREADABLE})
