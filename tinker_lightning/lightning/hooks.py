@@ -325,15 +325,15 @@ class RemoteHooks(pl.Callback):
 
     def _while_waiting(self) -> None:
         pauses = [remote.pause for remote in remotes_of(self._module)]
-        pause = max(filter(None, pauses), key=lambda each: each.seconds, default=None)
+        pause = max(filter(None, pauses), key=lambda each: each.waited, default=None)
         self._check_sigterm(is_fault=pause is not None and pause.is_fault)
         limit = getattr(self._trainer.strategy, "max_wait", None)
         if pause is not None and limit is not None:
-            until = time.time() + limit - pause.seconds
+            until = time.time() + limit - pause.waited
             pause = replace(pause, until=until if pause.until is None else min(until, pause.until))
-            if pause.seconds > limit:
+            if pause.waited > limit:
                 raise ResultTimeout(
-                    f"the fit has waited for {pause.seconds:.0f} s for {self._module.lm.backend.server}, and "
+                    f"the fit has waited for {pause.waited:.0f} s for {self._module.lm.backend.server}, and "
                     f"TinkerStrategy(max_wait={limit:g}) allows no more: {pause.reason}."
                 )
         bar = self._trainer.progress_bar_callback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -19,7 +20,7 @@ from tinker_lightning import AdamParams
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.transport import retries
 from tinker_lightning.client.transport import session as sessions
-from tinker_lightning.client.transport.retries import RetryPolicy, Waits
+from tinker_lightning.client.transport.retries import Pause, RetryPolicy, Waits
 from tinker_lightning.errors import (
     InvalidInput,
     NotFound,
@@ -321,6 +322,62 @@ def test_other_requests_that_end_are_progress_but_not_for_one_that_is_refused(cl
             assert str(waits.pause).startswith(r"waiting for 20 s: HTTP 429\x1b[2J, gives up at ")
 
     asyncio.run(wait())
+
+
+def test_a_fault_is_measured_by_itself_and_its_end_does_not_hide_that_nothing_has_a_result(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait() -> None:
+        waits = Waits("http://far", 300.0)
+        waits.ping = asyncio.Event()
+
+        def measured(second: float) -> Pause:
+            clock.now = second
+            waits._measure()
+            assert waits.pause is not None
+            assert waits.pause.waited == second
+            return waits.pause
+
+        with waits.waiting("forward") as forward:
+            assert not measured(600.0).is_fault
+            for start in (700.0, 1000.0):
+                clock.now = start
+                waits.heard()
+                forward.hold("HTTP 502", start + 300.0, is_fault=True)
+                assert not measured(start + 1.0).is_fault
+                assert str(measured(start + 20.0)).startswith("waiting for 20 s: HTTP 502, gives up at ")
+                forward.resume()
+                assert str(measured(start + 30.0)) == f"waiting for {start + 30:.0f} s: forward is queued or running"
+            with waits.waiting("GET /token", is_quick=True):
+                clock.now = 1100.0
+            assert measured(1100.0).seconds == 1100.0  # that was no result
+
+    caplog.set_level("WARNING", retries.logger.name)
+    asyncio.run(wait())
+    texts = ["waiting for 20 s: HTTP 502", "continuing after 20 s"] * 2
+    assert [each.split(",")[0] for each in logged(caplog)] == [f"WARNING http://far: {text}" for text in texts]
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+def test_requests_that_fail_together_after_a_pause_log_nothing_more(
+    is_fault: bool, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait() -> None:
+        waits = Waits("http://far", 300.0)
+        waits.pinged()
+        with contextlib.ExitStack() as stack:
+            for _ in range(8):
+                each = stack.enter_context(waits.waiting("forward"))
+                if is_fault:
+                    each.hold("nothing answers", 300.0, is_fault=True)
+            clock.now = 299.0
+            waits._measure()
+            assert len(logged(caplog)) == 1
+            raise ServerUnreachable("nothing answers")
+
+    with pytest.raises(ServerUnreachable):
+        asyncio.run(wait())
+    assert len(logged(caplog)) == 1
 
 
 def pending(status: int, state: str = "active", reason: str | None = None) -> httpx.Response:

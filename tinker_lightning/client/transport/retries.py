@@ -61,10 +61,11 @@ class RetryPolicy:
 class Pause:
     """What a client waits for, for users."""
 
-    seconds: float  # since a request was last answered
+    seconds: float  # since a request has last got a result, or since the server has been silent or refusing
     reason: str
     until: float | None = None  # the time at which the client gives up
     is_fault: bool = False  # the server is silent or refuses requests
+    waited: float = 0.0  # since any request has last got a result, also across faults that have passed
 
     def __str__(self) -> str:
         clock = "" if self.until is None else f", gives up at {time.strftime('%H:%M:%S', time.localtime(self.until))}"
@@ -82,17 +83,17 @@ class Wait:
     reason: str = ""
     until: float | None = None
     is_fault: bool = False
+    refused: float = 0.0  # the time from which on the server has answered, but not this request
 
     def hold(self, reason: str, until: float | None = None, *, is_fault: bool = False) -> None:
         """Notes what holds the request up, until when, and whether the server refuses it."""
-        if not self.reason and self.waits is not None:
-            self.since = max(self.since, self.waits.ended)
+        if is_fault and not self.is_fault and self.waits is not None:
+            self.refused = max(self.since, self.waits.ended, self.waits.heard_at)
         self.reason, self.until, self.is_fault = printable(reason), until, is_fault
 
     def resume(self) -> None:
         """Notes that nothing holds the request up any more."""
-        if self.reason:
-            self.since, self.reason, self.until, self.is_fault = time.monotonic(), "", None, False
+        self.reason, self.until, self.is_fault = "", None, False
 
 
 class Waits:
@@ -113,8 +114,8 @@ class Waits:
         self._url = url
         self._seconds = seconds
         self._open: dict[Wait, None] = {}
-        self.ended = time.monotonic()  # when a request has last ended
-        self._heard = self.ended
+        self.ended = time.monotonic()  # when a request that a server works on has last got a result
+        self.heard_at = self.ended  # when the server has last answered
         self._pinged: float | None = None  # not answered since
         self._timer: asyncio.TimerHandle | None = None
         self._logged: Pause | None = None
@@ -126,16 +127,16 @@ class Waits:
         self._open[wait] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SHOWN_SECONDS, self._update)
+        has_result = False
         try:
             yield wait
-        except BaseException:
-            self._logged = None  # the error is raised in place of the end of the pause
-            raise
+            has_result = True
         finally:
             del self._open[wait]
-            self.ended = time.monotonic()
+            if has_result and not is_quick:
+                self.ended = time.monotonic()
             if self.pause is not None:
-                self._measure()
+                self._measure(is_over=has_result)  # otherwise the error is raised in place of the end of the pause
 
     def pinged(self) -> None:
         """Notes that a request was sent that a server answers at once."""
@@ -144,13 +145,13 @@ class Waits:
 
     def heard(self) -> None:
         """Notes that the server has answered a request, in whatever way."""
-        self._heard, self._pinged = time.monotonic(), None
+        self.heard_at, self._pinged = time.monotonic(), None
 
     def silent_seconds(self) -> float:
         """Returns for how long the server has not answered anything, 0 if it does not have to."""
         now = time.monotonic()
         is_silent = self._pinged is not None and now - self._pinged >= _SHOWN_SECONDS
-        return now - self._heard if is_silent else 0.0
+        return now - self.heard_at if is_silent else 0.0
 
     @property
     def is_given_up(self) -> bool:
@@ -164,34 +165,41 @@ class Waits:
             return
         self._timer = asyncio.get_running_loop().call_later(_UPDATE_SECONDS, self._update)
         if self.pause is not None and self.ping is not None:
-            last = max(self._heard, self._pinged or 0.0)
+            last = max(self.heard_at, self._pinged or 0.0)
             if time.monotonic() - last >= min(max(_SHOWN_SECONDS, self.pause.seconds / 2), _PING_SECONDS):
                 self.ping.set()
 
-    def _measure(self) -> None:
+    def _measure(self, *, is_over: bool = True) -> None:
         before, self.pause = self.pause, self._current()
-        if self.pause is None:
-            if self._logged is not None:
-                level = logging.WARNING if self._logged.is_fault else logging.INFO
-                seconds = self._logged.seconds if before is None else before.seconds
-                logger.log(level, "%s: continuing after %.0f s", self._url, seconds)
-            self._logged = None
-        elif self.pause.seconds >= _next_log(self._logged):
+        logged, self._logged = self._logged, None
+        if logged is not None and self.pause is not None and self.pause.is_fault == logged.is_fault:
+            self._logged = logged
+        elif logged is not None and is_over and (self.pause is None or logged.is_fault):
+            seconds = logged.seconds if before is None else before.seconds
+            level = logging.WARNING if logged.is_fault else logging.INFO
+            logger.log(level, "%s: continuing after %.0f s", self._url, seconds)
+        if self.pause is not None and self.pause.seconds >= _next_log(self._logged):
             logger.log(logging.WARNING if self.pause.is_fault else logging.INFO, "%s: %s", self._url, self.pause)
             self._logged = self.pause
 
     def _current(self) -> Pause | None:
         now = time.monotonic()
-        # What the server refuses waits by itself; of what it works on, the end of any request is progress.
-        ages = {each: now - (each.since if each.is_fault else max(each.since, self.ended)) for each in self._open}
-        wait = max(ages, key=lambda each: (each.is_fault and ages[each] >= _SHOWN_SECONDS, ages[each]), default=None)
+        # What the server refuses waits by itself; of what it works on, the result of any request is progress.
+        waited = {each: now - max(each.since, self.ended) for each in self._open}
+        refused = {each: now - each.refused for each in self._open if each.is_fault}
+        refused = {each: seconds for each, seconds in refused.items() if seconds >= _SHOWN_SECONDS}
+        ages = refused or waited
+        wait = max(ages, key=lambda each: ages[each], default=None)
         if wait is None or ages[wait] < _SHOWN_SECONDS:
             return None
-        seconds, until, past = ages[wait], wait.until, time.time() - now
+        seconds, total, past = ages[wait], max(waited.values()), time.time() - now
+        if refused:
+            return Pause(seconds, wait.reason, past + (wait.until or now), is_fault=True, waited=total)
         if not wait.is_fault and (self.silent_seconds() or (wait.is_quick and self.ping is None)):
-            return Pause(seconds, SILENT, past + max(self._heard, wait.since) + self._seconds, is_fault=True)
-        reason = wait.reason or f"{wait.name} is queued or running"
-        return Pause(seconds, reason, None if until is None else past + until, wait.is_fault)
+            until = past + max(self.heard_at, wait.since) + self._seconds
+            return Pause(min(seconds, self.silent_seconds() or seconds), SILENT, until, is_fault=True, waited=total)
+        reason = "" if wait.is_fault else wait.reason  # perhaps the next attempt succeeds
+        return Pause(seconds, reason or f"{wait.name} is queued or running", waited=total)
 
 
 def _next_log(logged: Pause | None) -> float:
