@@ -21,6 +21,7 @@ from tinker_lightning.callbacks import CostMonitor, ExportAdapter
 from tinker_lightning.data import ChatData
 from tinker_lightning.lightning import hooks
 from tinker_lightning.lightning.deferred_metrics import LossWatch
+from tinker_lightning.lightning.progress import StepBar
 from tinker_lightning.recipes import GRPO, SFT
 
 if TYPE_CHECKING:
@@ -110,10 +111,33 @@ def test_a_fit_that_fails_reports_what_it_has_trained_and_how_to_resume(
         rf"by {name} after step 3 of 4: 3 steps in \d\d:\d\d, \d+ tokens \(.* tok/s\)", report["Stopped"]
     )
     assert report["Resume"] == f"with ckpt_path {file}, from step 2; 1 later step will be repeated"
-    assert failure(None)["Resume"].startswith("not possible: no checkpoint was written. ModelCheckpoint(every_n_")
+    weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=2, save_weights_only=True)
+    for resume in (failure(None)["Resume"], failure(None, weights)["Resume"]):
+        assert resume.startswith("not possible: no checkpoint was written that has more than weights. ModelCheckpoint(")
     again = failure(file)
     assert again["Stopped"].startswith(f"by {name} after step 3 of 4: 1 step in ")
     assert again["Resume"] == f"with ckpt_path {file} again: no checkpoint was written since"
+
+
+def test_a_report_that_cannot_be_shown_does_not_hide_the_error(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(StepBar):
+        def _draw(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def print(self, *texts: Any, **_: Any) -> None:
+            if "Stopped" in texts[0]:
+                raise OSError("no space left on device")
+
+    class Fails(RemoteModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise ZeroDivisionError("the reason")
+
+    with pytest.raises(ZeroDivisionError, match="the reason"):
+        quiet(callbacks=[FullDisk()], enable_progress_bar=True).fit(new(service, Fails), loader())
+    assert "could not be reported" in caplog.text
+    assert "no space left on device" in caplog.text
 
 
 def test_a_local_parameter_is_counted_and_no_summary_counts_the_handle(

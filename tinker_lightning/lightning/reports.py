@@ -124,7 +124,7 @@ def failure_report(
         files: The checkpoints that the fit has written and their steps, the newest last.
         error: The error.
     """
-    name = _SIGNALS.get(type(error), type(error).__name__)
+    name = next((name for kind, name in _SIGNALS.items() if isinstance(error, kind)), type(error).__name__)
     total = f" of {steps.total:,.0f}" if math.isfinite(steps.total) else ""
     lines = {"Stopped": f"by {name} after step {steps.finished:,}{total}: {_describe_work(steps, tokens)}"}
     lines["Resume"] = describe_resume(trainer, steps.finished, files)
@@ -141,8 +141,8 @@ def describe_resume(trainer: pl.Trainer, finished: int, files: Mapping[str, int]
     if trainer.ckpt_path:
         return f"with ckpt_path {_short(str(trainer.ckpt_path))} again: no checkpoint was written since"
     return (
-        "not possible: no checkpoint was written. ModelCheckpoint(every_n_train_steps=100) writes one every 100 "
-        "steps, and OnExceptionCheckpoint(folder) when a fit fails"
+        "not possible: no checkpoint was written that has more than weights. ModelCheckpoint(every_n_train_steps=100), "
+        "without save_weights_only=True, writes one every 100 steps, and OnExceptionCheckpoint(folder) when a fit fails"
     )
 
 

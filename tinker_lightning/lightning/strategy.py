@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -82,7 +83,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if max_wait is not None and not max_wait > 0:
+        is_number = isinstance(max_wait, int | float) and not isinstance(max_wait, bool)
+        if max_wait is not None and not (is_number and 0 < max_wait < math.inf):
             raise InvalidInput(f"max_wait must be a positive number of seconds, or None, got {max_wait!r}")
         super().__init__("cpu", CPUAccelerator(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.look_ahead = look_ahead
@@ -229,7 +231,8 @@ class TinkerStrategy(SingleDeviceStrategy):
         if self.release_states:
             self._retention.keep(new)
             self._retention.replaced(filepath, old, new)
-        hooks.note_file(trainer, filepath, new, checkpoint.get("global_step"))
+        can_resume = "optimizer_states" in checkpoint  # not with save_weights_only=True
+        hooks.note_file(trainer, filepath, new, checkpoint.get("global_step") if can_resume else None)
 
     def _add_position(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         """Adds the random number generators and the position in the loops and the data to a checkpoint."""
