@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tinker_lightning.client.transport.retries import Pause
     from tinker_lightning.lightning.module import RemoteModule
     from tinker_lightning.remote.calls import Step
     from tinker_lightning.remote.window import RemoteModel
@@ -43,6 +44,8 @@ logger = logging.getLogger("tinker_lightning")
 
 # The shortest interval at which rows are written to CSV files, in seconds.
 _FLUSH_SECONDS = 1.0
+# How long a wait lasts before the client is asked what for, and how often from then on, in seconds.
+_ASK_SECONDS = 1.0
 
 
 def attach(trainer: pl.Trainer, module: RemoteModule) -> None:
@@ -62,7 +65,10 @@ def detach(trainer: pl.Trainer) -> None:
 
 
 def note_file(trainer: pl.Trainer | None, path: object, states: Iterable[str] = (), step: int | None = None) -> None:
-    """Notes a checkpoint that was written after a step with the remote states that it names; without, its removal."""
+    """Notes a checkpoint that was written after a step with the remote states that it names.
+
+    Without a step, no fit can resume from the file: it has only weights, or was removed.
+    """
     if trainer is None:
         return  # the module is only connected
     loggers.log_file(trainer, path, states)
@@ -91,7 +97,10 @@ def showing(trainer: pl.Trainer | None, what: str) -> Iterator[None]:
 def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
     """Reports what a fit has trained before an error ended it, and how to resume it."""
     for each in _hooks_of(trainer):
-        each.report_failure(error)
+        try:
+            each.report_failure(error)
+        except Exception:  # which must not take the place of the error
+            logger.warning("what the fit has trained before it failed could not be reported", exc_info=True)
 
 
 def _hooks_of(trainer: pl.Trainer) -> list[RemoteHooks]:
@@ -107,6 +116,8 @@ class RemoteHooks(pl.Callback):
         self._hold = SigintHold()
         self._received = 0
         self._terminated: float | None = None
+        self._asked = 0.0
+        self._pause: Pause | None = None  # when the client was last asked
         self._steps: StepCount | None = None  # of the fit that runs
         self._tokens = TokenCount()  # before it
         self._taken = 0
@@ -175,6 +186,7 @@ class RemoteHooks(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Starts a new accumulation window where Lightning does."""
+        self._asked, self._pause = time.monotonic(), None
         module = self._module
         module._batch_metrics = ({}, 0)
         is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -324,9 +336,19 @@ class RemoteHooks(pl.Callback):
                 self._steps.add(requests.optim, remote.tokens.trained)
 
     def _while_waiting(self) -> None:
+        if time.monotonic() - self._asked >= _ASK_SECONDS:
+            self._asked, self._pause = time.monotonic(), self._ask()
+        self._check_sigterm(is_fault=self._pause is not None and self._pause.is_fault)
+        bar = self._trainer.progress_bar_callback
+        if self._steps is not None and isinstance(bar, StepBar):  # which other hooks draw only between batches
+            self._steps.update()
+            bar.pause = "" if self._pause is None else str(self._pause)
+            bar.draw(self._trainer, waits=True)
+
+    def _ask(self) -> Pause | None:
+        """Returns what the models wait for; raises `ResultTimeout` if that is longer than the strategy allows."""
         pauses = [remote.pause for remote in remotes_of(self._module)]
         pause = max(filter(None, pauses), key=lambda each: each.waited, default=None)
-        self._check_sigterm(is_fault=pause is not None and pause.is_fault)
         limit = getattr(self._trainer.strategy, "max_wait", None)
         if pause is not None and limit is not None:
             until = time.time() + limit - pause.waited
@@ -336,11 +358,7 @@ class RemoteHooks(pl.Callback):
                     f"the fit has waited for {pause.waited:.0f} s for {self._module.lm.backend.server}, and "
                     f"TinkerStrategy(max_wait={limit:g}) allows no more: {pause.reason}."
                 )
-        bar = self._trainer.progress_bar_callback
-        if self._steps is not None and isinstance(bar, StepBar):  # which other hooks draw only between batches
-            self._steps.update()
-            bar.pause = "" if pause is None else str(pause)
-            bar.draw(self._trainer, waits=True)
+        return pause
 
     def _show_steps(self) -> None:
         """Counts the steps that are finished; a bar of the user gets the numbers as metrics."""
