@@ -316,13 +316,17 @@ def raise_first(module: nn.Module) -> None:
     raise_together([failure for remote in remotes_of(module) for failure in remote.unread.take_failures()])
 
 
+def is_silent(module: nn.Module) -> bool:
+    """Returns whether requests wait for a server that is silent or refuses them."""
+    return any(remote.pause is not None and remote.pause.is_fault for remote in remotes_of(module))
+
+
 def settle(module: nn.Module, timeout: float, error: BaseException) -> None:
     """Waits for requests sent before an error, and adds their failures as notes, so that no later fit raises them.
 
     A `KeyboardInterrupt` or `SystemExit` gets no notes; the next use of the models raises the failures.
     """
-    is_fault = any(remote.pause is not None and remote.pause.is_fault for remote in remotes_of(module))
-    wait_for_all(module, 0.0 if is_fault else timeout)
+    wait_for_all(module, 0.0 if is_silent(module) else timeout)
     if isinstance(error, Exception):
         for remote in remotes_of(module):
             note_failures(error, remote.unread.take_failures())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import httpx
@@ -11,14 +12,19 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
 from tests.helpers.backends import QUICK, recording
+from tests.helpers.fault_proxy import FaultProxy
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.files import checkpoints
-from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound
+from tinker_lightning.errors import ClientClosed, InvalidInput, NotFound, ServerUnreachable
 from tinker_lightning.server import create_app
 from tinker_lightning.testing import embedded_service
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from starlette.requests import Request
+    from starlette.types import ASGIApp
 
     from tests.helpers.backends import Backend, Recorded
     from tinker_lightning.server import EmbeddedTrainer
@@ -92,6 +98,31 @@ def test_a_deletion_whose_answer_is_lost_is_done(shared: EmbeddedTrainer) -> Non
         service.delete_checkpoint(path)
         assert Lossy.lost == 1
         assert not service.checkpoint_exists(path)
+
+
+def test_a_silent_server_holds_up_no_training(
+    shared: EmbeddedTrainer,
+    running: Callable[[ASGIApp], AbstractContextManager[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One attempt waits no longer than all of them may take."""
+    monkeypatch.setattr(checkpoints, "SHORT_SECONDS", 0.1)
+    with running(create_app(shared)) as url, FaultProxy(url) as proxy, ServiceClient(base_url=proxy.url) as service:
+        model = service.create_lora_training_client("tiny", rank=4)
+        path = model.save_state("one").result().path
+        proxy.silence(on=True)
+        started = time.monotonic()
+        requests: list[Callable[[], object]] = [
+            lambda: model.delete_checkpoint(path),
+            lambda: model.delete_checkpoint(path, missing_ok=True),
+            lambda: model.set_checkpoint_ttl(path, None),
+            model.list_checkpoints,
+        ]
+        for request in requests:
+            with pytest.raises(ServerUnreachable, match=r"no response within 0\.1 s"):
+                request()
+        assert time.monotonic() - started < 5
+        proxy.silence(on=False)
 
 
 @pytest.mark.parametrize(

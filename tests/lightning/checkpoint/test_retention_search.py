@@ -11,7 +11,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from tests.helpers.trainers import SMALL
-from tinker_lightning.errors import Unsupported
+from tinker_lightning.errors import ServerUnreachable, Unsupported
+from tinker_lightning.lightning.checkpoint import retention as retention_module
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.remote.saved_state import SavedState
 
@@ -108,6 +109,35 @@ def test_nothing_in_a_file_runs_when_it_is_searched(tmp_path: Path) -> None:
     retention = StateRetention(lambda _: None, list)
     assert retention.states_of(tmp_path / "a.ckpt") == {"tinker://a"}
     assert not (tmp_path / "touched").exists()
+
+
+def test_after_a_request_that_reaches_no_server_the_others_are_not_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would wait for as long, at the end of a fit that the user has stopped."""
+    sent: list[str] = []
+    is_silent = False
+
+    def send(state: str, *_: object) -> None:
+        sent.append(state)
+        raise ServerUnreachable("no response within 5 s")
+
+    states = {f"tinker://run/weights/{i}" for i in range(3)}
+    monkeypatch.setattr(retention_module, "_REST_SECONDS", 60.0)
+    retention = StateRetention(send, list, send, is_silent=lambda: is_silent)
+    retention.keep(frozenset(states))
+    retention.replaced(tmp_path / "a.ckpt", frozenset({"tinker://run/weights/gone"}))
+    retention.finish()
+    assert sent == [min(states)]
+    assert all(state in caplog.text for state in states)  # they may expire
+    monkeypatch.setattr(retention_module, "_REST_SECONDS", 0.0)
+    retention.keep()
+    retention.release()
+    assert sent[1:] == [*sorted(states), "tinker://run/weights/gone"]
+    monkeypatch.setattr(retention_module, "_REST_SECONDS", 60.0)
+    is_silent = True
+    retention.finish()
+    assert len(sent) == 5
 
 
 def test_a_server_that_deletes_nothing_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

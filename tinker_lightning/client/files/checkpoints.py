@@ -15,13 +15,17 @@ from tinker_lightning.wire import json as wire_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     import httpx
 
     from tinker_lightning.client.transport.connection import Connection
     from tinker_lightning.client.transport.session import Session
 
-# How long a deletion, a new expiry or a page of a listing is retried: training may be waiting for it.
+    _Get = Callable[..., Any]
+
+# How long a deletion, a new expiry or a page of a listing is retried, and how long each attempt takes at most: training
+# may be waiting for it.
 SHORT_SECONDS = 5.0
 # The number of checkpoints that a page of a listing is asked for.
 PAGE = 100
@@ -73,38 +77,41 @@ def url(path: str) -> str:
     return f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints/{quote(checkpoint)}"
 
 
-async def exists(connection: Connection, path: str) -> bool:
+async def exists(connection: Connection, path: str, seconds: float | None = None) -> bool:
     """Returns whether a checkpoint exists: whether the listing of its run has it.
+
+    Each request is tried for so many `seconds`, by default as long as any other.
 
     TuFT crashes on a run that it does not know, but any server may crash once. So the run counts as unknown only if the
     listing of all runs has nothing of it, and the server crashes again.
     """
     run, _ = parse(path)
     listing = f"/api/v1/training_runs/{quote(run, safe=':')}/checkpoints"
+    get = partial(connection.send, "GET", seconds=seconds, timeout=seconds)
     try:
-        response = await connection.send("GET", listing, accept=_is_crash)
+        response = await get(listing, accept=_is_crash)
         if _is_crash(response):
-            may_be_unknown = await _is_unlisted(connection, run)
-            response = await connection.send("GET", listing, accept=_is_crash if may_be_unknown else None)
+            may_be_unknown = await _is_unlisted(connection, run, get)
+            response = await get(listing, accept=_is_crash if may_be_unknown else None)
         if _is_crash(response):
             return False
-        return await _lists(connection, listing, response, lambda found: found == path)
+        return await _lists(connection, listing, response, lambda found: found == path, get)
     except NotFound:
         return False
 
 
-async def _is_unlisted(connection: Connection, run: str) -> bool:
+async def _is_unlisted(connection: Connection, run: str, get: _Get) -> bool:
     """Returns whether the listing of all runs has no checkpoint of a run; False on servers without such a listing."""
     listing = "/api/v1/checkpoints"
     try:
-        response = await connection.send("GET", listing)
-        return not await _lists(connection, listing, response, lambda found: run_of(found) == run)
+        response = await get(listing)
+        return not await _lists(connection, listing, response, lambda found: run_of(found) == run, get)
     except NotFound:
         return False
 
 
 async def _lists(
-    connection: Connection, listing: str, response: httpx.Response, is_wanted: Callable[[str], bool]
+    connection: Connection, listing: str, response: httpx.Response, is_wanted: Callable[[str], bool], get: _Get
 ) -> bool:
     """Returns whether a listing has a wanted path; `response` is its first page."""
     seen = 0
@@ -115,7 +122,7 @@ async def _lists(
         seen += len(page.checkpoints)
         if not page.checkpoints or page.cursor is None or seen >= page.cursor.total_count:
             return False
-        response = await connection.send("GET", f"{listing}?offset={seen}")
+        response = await get(f"{listing}?offset={seen}")
 
 
 async def listing(connection: Connection) -> list[Checkpoint]:
@@ -123,7 +130,8 @@ async def listing(connection: Connection) -> list[Checkpoint]:
     found: list[Checkpoint] = []
     while True:
         path = f"/api/v1/checkpoints?limit={PAGE}&offset={len(found)}"
-        page = connection.parse(CheckpointsList, await connection.send("GET", path, seconds=SHORT_SECONDS))
+        response = await connection.send("GET", path, seconds=SHORT_SECONDS, timeout=SHORT_SECONDS)
+        page = connection.parse(CheckpointsList, response)
         found += page.checkpoints
         if not page.checkpoints or page.cursor is None or len(found) >= page.cursor.total_count:
             return found
@@ -170,12 +178,12 @@ async def delete(session: Session, path: str, *, missing_ok: bool) -> None:
     if not session.dialect.deletes_checkpoints:
         raise unsupported
     # Checked first: a retry after a lost answer no longer finds the checkpoint, which is not an error.
-    if not missing_ok and not await exists(connection, path):
+    if not missing_ok and not await exists(connection, path, SHORT_SECONDS):
         raise missing(path)
     try:
-        await connection.send("DELETE", url(path), seconds=SHORT_SECONDS)
+        await connection.send("DELETE", url(path), seconds=SHORT_SECONDS, timeout=SHORT_SECONDS)
     except NotFound:  # gone since, or there is no such endpoint
-        if await exists(connection, path):
+        if await exists(connection, path, SHORT_SECONDS):
             raise unsupported from None
 
 
@@ -184,7 +192,8 @@ async def set_ttl(session: Session, path: str, ttl_seconds: int | None) -> None:
     TtlRequest(ttl_seconds)
     # None is sent as null: a field that is left out would be no change.
     body = wire_json.dumps({"ttl_seconds": ttl_seconds})
-    await session.connection.send("PUT", f"{url(path)}/ttl", body, seconds=SHORT_SECONDS)
+    send = session.connection.send
+    await send("PUT", f"{url(path)}/ttl", body, seconds=SHORT_SECONDS, timeout=SHORT_SECONDS)
 
 
 def missing(path: str) -> NotFound:

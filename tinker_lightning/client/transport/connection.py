@@ -198,7 +198,7 @@ class Connection:
                 except httpx.TransportError as cause:
                     if record is not None:
                         record.add(body, None)
-                    error: TinkerLightningError = self._transport_error(method, path, cause)
+                    error: TinkerLightningError = self._transport_error(method, path, cause, timeout or _TIMEOUT.read)
                     error.__cause__ = cause
                     if is_poll and isinstance(cause, httpx.ReadTimeout):
                         raise error from cause
@@ -283,7 +283,9 @@ class Connection:
             return self.billing_pause_seconds
         return self._retry_policy.seconds if self._reached else min(FIRST_CONTACT_SECONDS, self._retry_policy.seconds)
 
-    def _transport_error(self, method: str, path: str, cause: httpx.TransportError) -> TinkerLightningError:
+    def _transport_error(
+        self, method: str, path: str, cause: httpx.TransportError, timeout: float | None
+    ) -> TinkerLightningError:
         what = f"{method} {self.url}{path}"
         reason = str(cause) or type(cause).__name__
         if isinstance(cause, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
@@ -296,7 +298,7 @@ class Connection:
                 f"{self.url} does not speak TLS. Is it an http server? Then write http:// in place of https://."
             )
         if isinstance(cause, httpx.ReadTimeout | httpx.WriteTimeout):
-            return ServerUnreachable(f"{what}: no response within {_TIMEOUT.read:.0f} s. Is the server overloaded?")
+            return ServerUnreachable(f"{what}: no response within {timeout:g} s. Is the server overloaded?")
         if self.url == HOSTED_URL:
             return ServerUnreachable(
                 f"nothing answers at {self.url} ({reason}). Check the network, set TINKER_BASE_URL to the URL of "

@@ -16,17 +16,18 @@ import logging
 import os
 import posixpath
 import socket
+import time
 import uuid
 import zipfile
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tinker_lightning.client.files import checkpoints
-from tinker_lightning.errors import Unsupported
+from tinker_lightning.errors import ServerUnreachable, Unsupported
 from tinker_lightning.lightning.checkpoint.files import ARCHIVE, listed
 from tinker_lightning.remote import lm
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
@@ -42,7 +43,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinker_lightning")
 
+T = TypeVar("T")
+
 _NONE: frozenset[str] = frozenset()
+# For how long no request is sent after one that did not reach the server, so that a fit can end.
+_REST_SECONDS = 10.0
 UNREADABLE = "?"
 """Stands for the states of a file that cannot be read, which may be any."""
 
@@ -61,6 +66,7 @@ class StateRetention:
         folders: Returns the folders of the trainer's checkpoint callbacks.
         set_expiry: Sets after how many seconds a state expires; None means never.
         listing: Returns everything that is saved on the server.
+        is_silent: Returns whether the server is known not to answer.
     """
 
     def __init__(
@@ -69,10 +75,13 @@ class StateRetention:
         folders: Callable[[], Iterable[str]],
         set_expiry: Callable[[str, int | None], object] = lambda *_: None,
         listing: Callable[[], Iterable[Checkpoint]] = list,
+        is_silent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._delete = delete
         self._set_expiry = set_expiry
         self._listing = listing
+        self._is_silent = is_silent
+        self._unreached: tuple[float, ServerUnreachable] | None = None  # when and why no request reached the server
         self._expiring: set[str] = set()  # the states of files that the server may still delete
         self._own: set[str] = set()  # the states of all files that this process has written
         self._folders = folders
@@ -95,6 +104,7 @@ class StateRetention:
             folders,
             lambda state, ttl_seconds: lm.set_expiry(module(), state, ttl_seconds),
             lambda: lm.list_states(module()),
+            lambda: lm.is_silent(module()),
         )
 
     def watch(self, trainer: pl.Trainer) -> None:
@@ -136,7 +146,7 @@ class StateRetention:
         self._expiring |= states - {UNREADABLE}
         for state in sorted(self._expiring):
             try:
-                self._set_expiry(state, None)
+                self._ask(self._set_expiry, state, None)
             except Exception as error:
                 logger.warning(
                     "%s is named by a checkpoint file, but expires %d days after it was saved, because the request "
@@ -179,16 +189,28 @@ class StateRetention:
 
     def finish(self) -> None:
         """Keeps and releases the states that are left at the end of a run, when all files have been written."""
+        if self._is_silent():
+            self._unreached = time.monotonic(), ServerUnreachable("the server did not answer at the end of the run")
         self.adopt_loaded()  # if nothing was trained
         self.keep()
         self.release(all_written=True)
+
+    def _ask(self, request: Callable[..., T], *arguments: object) -> T:
+        """Sends a request; if one has just not reached the server, those that follow fail without being sent."""
+        if self._unreached is not None and time.monotonic() - self._unreached[0] < _REST_SECONDS:
+            raise self._unreached[1]
+        try:
+            return request(*arguments)
+        except ServerUnreachable as error:
+            self._unreached = time.monotonic(), error
+            raise
 
     def _adopt(self, folders: list[str], resumed: frozenset[str]) -> None:
         if not resumed and not self._is_resumed and not self._named(folders) - self._own:
             return
         # Listed before the files are read: a state that does not expire has its file by then, also one of another
         # process.
-        saved = {each.tinker_path: each for each in self._listing()}
+        saved = {each.tinker_path: each for each in self._ask(self._listing)}
         for state in resumed & saved.keys():
             self._run = checkpoints.saved_by(saved[state]) or self._run
         named = self._named(folders) | resumed
@@ -203,7 +225,7 @@ class StateRetention:
             if checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
         ]
         for each in self._files.unneeded(left, [*folders, *self._folders()]) if left else ():
-            self._set_expiry(each.tinker_path, TTL_DAYS * 24 * 3600)
+            self._ask(self._set_expiry, each.tinker_path, TTL_DAYS * 24 * 3600)
             logger.warning(
                 "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
                 "move its file back to that folder and resume, or resume from it where it is.",
@@ -239,7 +261,16 @@ class StateRetention:
             try:
                 if not self._states_near(file) & {state, UNREADABLE}:
                     self._expiring.discard(state)
-                    self._delete(state)
+                    self._ask(self._delete, state)
+            except ServerUnreachable as error:
+                self._replaced[state] = file
+                logger.warning(
+                    "%s is not named by any checkpoint file, but the server could not be reached to delete it. This is "
+                    "tried again at the next checkpoint and at the end of the fit; later, `tinker-lightning "
+                    "checkpoints prune` deletes it: %s",
+                    state,
+                    error,
+                )
             except Unsupported as error:
                 if not self._warned:
                     logger.warning("states of removed checkpoint files stay, also those that follow: %s", error)
