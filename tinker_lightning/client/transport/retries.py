@@ -194,7 +194,8 @@ class Waits:
             return None
         seconds, total, past = ages[wait], max(waited.values()), time.time() - now
         if refused:
-            return Pause(seconds, wait.reason, past + (wait.until or now), is_fault=True, waited=total)
+            gives_up = None if wait.until is None else past + wait.until
+            return Pause(seconds, wait.reason, gives_up, is_fault=True, waited=total)
         if not wait.is_fault and (self.silent_seconds() or (wait.is_quick and self.ping is None)):
             until = past + max(self.heard_at, wait.since) + self._seconds
             return Pause(min(seconds, self.silent_seconds() or seconds), SILENT, until, is_fault=True, waited=total)
