@@ -18,7 +18,9 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import quiet
 from tinker_lightning import cli
+from tinker_lightning.client import ServiceClient
 from tinker_lightning.data import ChatData
+from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.recipes import SFT
 from tinker_lightning.server.trainer.checkpoint_store import CheckpointStore
@@ -91,7 +93,7 @@ def test_checkpoints_are_listed_with_their_folder_and_deleted(file: Path, capsys
     run = path.split("/")[2]
     for choice in (["--all"], ["--run", run]):
         assert cli.main(["checkpoints", "delete", *choice]) == 2
-        assert "this would delete 1 checkpoints" in capsys.readouterr().err
+        assert "this would delete 1 checkpoint, " in capsys.readouterr().err
     assert cli.main(["checkpoints", "list", "--run", run]) == 0
     printed = capsys.readouterr().out
     assert path in printed
@@ -148,7 +150,7 @@ def test_states_without_a_file_are_listed_and_pruned(runs: Runs, capsys: pytest.
     header, row = printed.out.splitlines()
     assert header.split() == ["PATH", "KIND", "SIZE", "AGE", "EXPIRES", "BASE", "MODEL", "RUN"]
     assert re.fullmatch(rf"{runs.gone}  training  \d\.\d MB  \d+ s  never    tiny        [0-9a-f]{{16}}", row)
-    assert "this would delete 1 states" in printed.err
+    assert "this would delete 1 state, " in printed.err
     assert runs.left() == before
     assert cli.main(["checkpoints", "list", "--files", str(runs.folders[0]), "--json"]) == 0
     files = {each["tinker_path"]: each["file"] for each in json.loads(capsys.readouterr().out)}
@@ -156,7 +158,30 @@ def test_states_without_a_file_are_listed_and_pruned(runs: Runs, capsys: pytest.
     assert files == {runs.states[kept]: kept.as_uri(), runs.gone: None}
     assert cli.main([*prune, "--yes"]) == 0
     assert runs.left() == before - {runs.gone}
-    assert "deleted 1 states" in capsys.readouterr().out
+    assert "deleted 1 state, " in capsys.readouterr().out
+
+
+def test_a_state_that_cannot_be_deleted_does_not_hide_what_was(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another process has deleted in the meantime is no failure."""
+    for file in runs.folders[0].iterdir():
+        file.unlink()
+    before, delete, deleted = runs.left(), ServiceClient.delete_checkpoint, list[str]()
+
+    def second_fails(self: ServiceClient, path: str, **options: Any) -> None:
+        if deleted:
+            raise TinkerLightningError("the disk is read-only")
+        deleted.append(path)
+        delete(self, path)
+        delete(self, path, **options)
+
+    monkeypatch.setattr(ServiceClient, "delete_checkpoint", second_fails)
+    assert cli.main(["checkpoints", "prune", "--older-than", "0s", "--yes", "--files", str(runs.folders[0])]) == 2
+    printed = capsys.readouterr()
+    assert "deleted 1 state, " in printed.out
+    assert "the disk is read-only" in printed.err
+    assert runs.left() == before - set(deleted)
 
 
 def test_nothing_is_pruned_if_anything_cannot_be_read(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def run_list(options: argparse.Namespace) -> int:
         print(json.dumps(content, indent=2, default=datetime.isoformat))
         return 0
     _print(checkpoints, rows)
-    print(f"{len(checkpoints)} checkpoints, {_size(checkpoints)}, in {location}")
+    print(f"{_total(checkpoints, 'checkpoint')}, in {location}")
     return 0
 
 
@@ -92,15 +92,19 @@ def run_prune(options: argparse.Namespace) -> int:
         left = NamedStates().unneeded((each for each in checkpoints if _time(each) <= oldest), options.files)
         base_models = _base_models(service) if left else {}
         _print(left, [_row(each, base_models, None) for each in left])
-        total = f"{len(left)} states, {_size(left)}, in {_location(service)}"
+        location = _location(service)
         if left and not options.yes:
             raise InvalidInput(
-                f"this would delete {total}, which no file in the folders names. Files that were moved away cannot "
-                "be used without them. Pass --yes to delete them."
+                f"this would delete {_total(left, 'state')}, in {location}. No file in the folders names them, but "
+                "files that were moved away cannot be used without them. Pass --yes to delete them."
             )
-        for each in left:
-            service.delete_checkpoint(each.tinker_path)
-    print(f"deleted {total}")
+        deleted = []
+        try:
+            for each in left:
+                service.delete_checkpoint(each.tinker_path, missing_ok=True)
+                deleted.append(each)
+        finally:
+            print(f"deleted {_total(deleted, 'state')}, in {location}")
     return 0
 
 
@@ -114,7 +118,7 @@ def run_delete(options: argparse.Namespace) -> int:
             checkpoints = _checkpoints(service, options.run_id)
             if not options.yes:
                 raise InvalidInput(
-                    f"this would delete {len(checkpoints)} checkpoints, {_size(checkpoints)}, in {_location(service)}. "
+                    f"this would delete {_total(checkpoints, 'checkpoint')}, in {_location(service)}. "
                     "Runs cannot resume from files that name them. Pass --yes to delete them."
                 )
             paths = [checkpoint.tinker_path for checkpoint in checkpoints]
@@ -183,7 +187,7 @@ def _named(folders: Sequence[str]) -> dict[str, str]:
 def _saved_for(checkpoints: Sequence[Checkpoint], folders: Sequence[str]) -> list[Checkpoint]:
     """Returns the states that were saved for files in these folders."""
     from tinker_lightning.client.files.checkpoints import written_into
-    from tinker_lightning.lightning.checkpoint.retention import folder_id
+    from tinker_lightning.lightning.checkpoint.files import folder_id
 
     ids = {folder_id(folder) for folder in folders}
     return [each for each in checkpoints if written_into(each) in ids]
@@ -240,6 +244,10 @@ def _location(service: ServiceClient) -> str:
     from tinker_lightning.server.trainer.trainer import default_data_dir
 
     return str(default_data_dir() / "checkpoints")
+
+
+def _total(checkpoints: Sequence[Checkpoint], noun: str) -> str:
+    return f"{len(checkpoints)} {noun}{'' if len(checkpoints) == 1 else 's'}, {_size(checkpoints)}"
 
 
 def _size(checkpoints: Iterable[Checkpoint]) -> str:

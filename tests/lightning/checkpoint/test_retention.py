@@ -26,7 +26,7 @@ from tinker_lightning import RemoteModule
 from tinker_lightning.client import ServiceClient
 from tinker_lightning.client.dialects.servers import EMBEDDED
 from tinker_lightning.client.files import checkpoints
-from tinker_lightning.errors import TinkerLightningError
+from tinker_lightning.errors import NotFound, TinkerLightningError
 from tinker_lightning.lightning.checkpoint.retention import StateRetention
 from tinker_lightning.lightning.strategy import TinkerStrategy
 from tinker_lightning.server import EmbeddedTrainer, create_app
@@ -507,10 +507,35 @@ def test_a_file_of_another_user_keeps_the_states_that_would_expire(
 def test_a_listing_that_fails_is_a_warning(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.fit().save_checkpoint(server.folder / "a.ckpt")
-    monkeypatch.setattr(checkpoints, "listing", failing)
-    assert server.fit(resume=str(server.folder / "a.ckpt"), max_epochs=3).global_step == 12
-    assert f"states of checkpoint files in ['file://{server.folder}'] expire: the disk is read-only" in caplog.text
+    """And is tried again at the next checkpoint, after which states whose files are gone still expire."""
+    trainer = server.fit()
+    for name in ("gone.ckpt", "lost.ckpt", "a.ckpt"):
+        trainer.save_checkpoint(server.folder / name)
+    left = {state_in(server.folder / name) for name in ("gone.ckpt", "lost.ckpt")}
+    for name in ("gone.ckpt", "lost.ckpt"):
+        (server.folder / name).unlink()
+    expire(server, server.folder / "a.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "listing", failing)
+        trainer = server.fit(resume=str(server.folder / "a.ckpt"), max_epochs=3)
+    assert trainer.global_step == 12
+    assert f"whether states of checkpoint files in ['file://{server.folder}'] expire. Those that an" in caplog.text
+    assert "and at the end of the fit. the disk is read-only" in caplog.text
+    set_ttl, failed = server.trainer.store.set_ttl, list[Any]()
+
+    def first_fails(path: TinkerPath, seconds: int | None) -> Any:
+        if not failed and seconds is not None:
+            failed.append(path)
+            raise NotFound("deleted in the meantime")
+        return set_ttl(path, seconds)
+
+    monkeypatch.setattr(server.trainer.store, "set_ttl", first_fails)
+    trainer.save_checkpoint(server.folder / "b.ckpt")
+    listed = server.trainer.store.listing()
+    expiring = {each.tinker_path for each in listed if each.expires_at is not None}
+    assert expiring < left
+    assert len(expiring) == 1
+    assert f"{failed[0]} is not named by any checkpoint file, but stays" in caplog.text
 
 
 def test_states_never_expire_where_the_server_or_the_user_does_not_want_it(server: Server) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import pickle
+import posixpath
+import socket
 import zipfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -225,6 +228,26 @@ def _checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def folder_of(file: str | os.PathLike[str]) -> str:
+    """Returns the address of the folder that contains a file."""
+    fs, path = url_to_fs(str(file))
+    return str(fs.unstrip_protocol(posixpath.dirname(path)))
+
+
+def address(folder: str) -> str:
+    """Returns the address of a folder, however it is written."""
+    fs, path = url_to_fs(folder)
+    return str(fs.unstrip_protocol(path))
+
+
+def folder_id(folder: str) -> str:
+    """Returns a hash of a folder's address, which for a local folder includes the name of this machine."""
+    fs, path = url_to_fs(folder)
+    is_local = isinstance(fs, LocalFileSystem)
+    address = f"file://{socket.gethostname()}{os.path.realpath(path)}" if is_local else fs.unstrip_protocol(path)
+    return hashlib.sha256(address.encode()).hexdigest()[:32]
 
 
 def listed(fs: AbstractFileSystem, folder: str, depth: int | None) -> list[dict[str, Any]]:

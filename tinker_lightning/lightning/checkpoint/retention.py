@@ -11,11 +11,8 @@ A kill may come between any two of these steps of a save, and the next run that 
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import posixpath
-import socket
 import time
 import uuid
 import zipfile
@@ -24,15 +21,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import ServerUnreachable, Unsupported
-from tinker_lightning.lightning.checkpoint.files import ARCHIVE, listed
+from tinker_lightning.lightning.checkpoint.files import ARCHIVE, address, folder_id, folder_of, listed
 from tinker_lightning.remote import lm
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable
 
     import lightning.pytorch as pl
@@ -89,6 +86,9 @@ class StateRetention:
         # A file whose folder `adopt_loaded` will adopt, and whether a fit resumes from it.
         self.loaded: tuple[str | os.PathLike[str], bool] | None = None
         self._adopted: set[str] = set()
+        # What `adopt` is still to do: folders, and states that were loaded from a file.
+        self._to_adopt: set[str] = set()
+        self._resumed = _NONE
         self._run = uuid.uuid4().hex[:16]
         self._is_resumed = False
         self._files = NamedStates()
@@ -175,16 +175,25 @@ class StateRetention:
             folders: The folders.
             resumed: The states that were loaded. They tell which run a fit continues.
         """
-        new = {folder for folder in folders if not folder.startswith(("http://", "https://"))} - self._adopted
-        self._adopted |= new
-        if not new and not resumed:
+        listable = {address(folder) for folder in folders if not folder.startswith(("http://", "https://"))}
+        self._to_adopt |= listable - self._adopted
+        self._resumed |= resumed
+        if not self._to_adopt and not self._resumed:
             return
         try:
-            self._adopt(sorted(new), resumed)
+            self._adopt(sorted(self._to_adopt), self._resumed)
         except Exception as error:
             logger.warning(
-                "it could not be checked whether states of checkpoint files in %s expire: %s", sorted(new), error
+                "it could not be checked whether states of checkpoint files in %s expire. Those that an earlier run "
+                "could not keep are deleted %d days after they were saved. This is tried again at the next checkpoint "
+                "and at the end of the fit. %s",
+                sorted(self._to_adopt),
+                TTL_DAYS,
+                error,
             )
+        else:
+            self._adopted |= self._to_adopt
+            self._to_adopt, self._resumed = set(), _NONE
         self.keep()
 
     def finish(self) -> None:
@@ -192,6 +201,7 @@ class StateRetention:
         if self._is_silent():
             self._unreached = time.monotonic(), ServerUnreachable("the server did not answer at the end of the run")
         self.adopt_loaded()  # if nothing was trained
+        self.adopt([])  # if it failed before
         self.keep()
         self.release(all_written=True)
 
@@ -225,7 +235,11 @@ class StateRetention:
             if checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
         ]
         for each in self._files.unneeded(left, [*folders, *self._folders()]) if left else ():
-            self._ask(self._set_expiry, each.tinker_path, TTL_DAYS * 24 * 3600)
+            try:
+                self._ask(self._set_expiry, each.tinker_path, TTL_DAYS * 24 * 3600)
+            except Exception as error:
+                logger.warning("%s is not named by any checkpoint file, but stays: %s", each.tinker_path, error)
+                continue
             logger.warning(
                 "%s of this run is not named by any checkpoint file in %s and expires in %d days. To keep it, "
                 "move its file back to that folder and resume, or resume from it where it is.",
@@ -346,20 +360,6 @@ class NamedStates:
             if stem and each.tinker_path not in named and stem not in names and ending not in endings:
                 found.append(each)
         return found
-
-
-def folder_of(file: str | os.PathLike[str]) -> str:
-    """Returns the address of the folder that contains a file."""
-    fs, path = url_to_fs(str(file))
-    return str(fs.unstrip_protocol(posixpath.dirname(path)))
-
-
-def folder_id(folder: str) -> str:
-    """Returns a hash of a folder's address, which for a local folder includes the name of this machine."""
-    fs, path = url_to_fs(folder)
-    is_local = isinstance(fs, LocalFileSystem)
-    address = f"file://{socket.gethostname()}{os.path.realpath(path)}" if is_local else fs.unstrip_protocol(path)
-    return hashlib.sha256(address.encode()).hexdigest()[:32]
 
 
 def _is_of_others(fs: AbstractFileSystem, file: str) -> bool:
