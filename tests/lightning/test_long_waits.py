@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -119,6 +120,23 @@ def test_a_pause_that_is_too_long_ends_the_fit_and_names_the_newest_checkpoint(
 def test_max_wait_is_a_positive_number(max_wait: Any) -> None:
     with pytest.raises(InvalidInput, match="max_wait must be a positive number of seconds, or None, got"):
         TinkerStrategy(max_wait=max_wait)
+
+
+def test_max_wait_counts_the_time_without_a_result_not_that_of_a_fault(
+    proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_ASK_SECONDS", 0.0)
+    pause = retries.Pause(20.0, "the server answers HTTP 502", is_fault=True, waited=599.0)
+
+    def wait(module: RemoteModule) -> None:
+        tick = module.lm.handle.remote.while_waiting
+        assert tick is not None
+        for each in (pause, replace(pause, waited=601.0)):
+            monkeypatch.setattr(RemoteModel, "pause", each)
+            tick()
+
+    with pytest.raises(ResultTimeout, match=r"has waited for 601 s .* HTTP 502"):
+        fit(proxy, tmp_path, wait, strategy=TinkerStrategy(max_wait=600))
 
 
 def test_what_a_wait_is_for_is_asked_only_if_it_lasts(
