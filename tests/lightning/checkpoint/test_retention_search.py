@@ -66,6 +66,16 @@ def test_a_release_lists_a_folder_and_reads_no_file_twice() -> None:
     assert counts[1:] == [{"info": 0, "open": 0}] * 2
 
 
+def test_a_folder_with_the_ending_of_a_file_may_be_its_copy(tmp_path: Path) -> None:
+    deleted: list[str] = []
+    retention = StateRetention(deleted.append, list)
+    (tmp_path / "copy.shards").mkdir()
+    retention.replaced(tmp_path / "removed.shards", frozenset({"tinker://a"}))
+    assert deleted == []
+    retention.replaced(tmp_path / "removed.ckpt", frozenset({"tinker://b"}))
+    assert deleted == ["tinker://b"]
+
+
 def test_only_folders_of_checkpoints_are_searched_through(tmp_path: Path) -> None:
     """A file saved by hand may lie next to a large tree, whose files are none of ours."""
     deleted: list[str] = []

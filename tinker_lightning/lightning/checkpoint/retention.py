@@ -319,14 +319,15 @@ class NamedStates:
     def by_file(self, folder: str, depth: int | None, ending: str = "") -> dict[str, frozenset[str]]:
         """Returns the states of each file with an ending; without one, files that are no archives name none.
 
-        A file that cannot be read names `UNREADABLE`, with a warning, as does a folder `*.ckpt`, which is a checkpoint
-        of another format. A folder that cannot be listed raises `OSError`; one that does not exist has no files.
+        A file that cannot be read names `UNREADABLE`, with a warning, as does a folder with the ending, by default
+        .ckpt, which is a checkpoint of another format. A folder that cannot be listed raises `OSError`; one that does
+        not exist has no files.
         """
         fs, root = url_to_fs(folder)
         found: dict[str, frozenset[str]] = {}
         for info in listed(fs, root, depth):
             path, is_folder = info["name"].rstrip("/"), info["type"] == "directory"
-            if not path.endswith(ending) or (is_folder and not path.endswith(".ckpt")):
+            if not path.endswith(ending) or (is_folder and not path.endswith(ending or ".ckpt")):
                 continue
             # Whatever is neither, such as a pipe, is not opened: that might take forever.
             if not is_folder and (info["type"] != "file" or (not ending and _is_of_others(fs, path))):
