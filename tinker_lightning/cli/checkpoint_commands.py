@@ -82,14 +82,17 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_prune(options: argparse.Namespace) -> int:
     """Deletes the states that no file in the folders names; returns the exit code."""
-    from tinker_lightning.lightning.checkpoint.retention import NamedStates
+    from tinker_lightning.lightning.checkpoint.retention import UNREADABLE, NamedStates
 
     with _connect(options) as service:
         # Before the files are read: what a run saves in the meantime is not deleted.
         checkpoints = _saved_for(_checkpoints(service, None), options.files)
         _named(options.files)  # which raises if a file cannot be read
         oldest = datetime.now(UTC) - options.older_than
-        left = NamedStates().unneeded((each for each in checkpoints if _time(each) <= oldest), options.files)
+        needed = NamedStates().needed(checkpoints, options.files)
+        if UNREADABLE in needed:
+            raise InvalidInput("--files: a file has changed meanwhile and cannot be read now. Try again.")
+        left = [each for each in checkpoints if each.tinker_path not in needed and _time(each) <= oldest]
         base_models = _base_models(service) if left else {}
         _print(left, [_row(each, base_models, None) for each in left])
         location = _location(service)

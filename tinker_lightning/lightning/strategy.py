@@ -218,7 +218,7 @@ class TinkerStrategy(SingleDeviceStrategy):
         if trainer is not None:
             self._add_position(checkpoint, trainer)
         new = frozenset(state.path for state in contents.states_in(checkpoint, filepath).values())
-        old = self._retention.before_save(filepath) if self.release_states else frozenset()
+        old = self._retention.before_save(filepath, new) if self.release_states else frozenset()
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         except BaseException:

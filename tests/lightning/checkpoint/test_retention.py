@@ -467,6 +467,22 @@ def test_a_file_in_a_sub_folder_keeps_its_state(server: Server, tmp_path: Path) 
     assert {each.tinker_path for each in server.trainer.store.listing() if each.expires_at is not None} == left
 
 
+def test_a_file_in_another_format_keeps_a_state_that_would_expire(server: Server) -> None:
+    trainer = server.fit()
+    for name in ("a.ckpt", "b.ckpt", "gone.ckpt", "last.pt"):
+        trainer.save_checkpoint(server.folder / name)
+    states = {file.stem: state_in(file) for file in server.folder.iterdir()}
+    expire(server, *server.folder.iterdir())
+    (server.folder / "a.ckpt").rename(server.folder / "a.gz")  # whose content is not read below
+    (server.folder / "a.gz").write_bytes(b"compressed")
+    (server.folder / "archive").mkdir()
+    (server.folder / "b.ckpt").rename(server.folder / "archive" / "b.ckpt")
+    (server.folder / "gone.ckpt").unlink()
+    server.fit(resume=str(server.folder / "last.pt"), max_epochs=3)
+    expiring = {each.tinker_path for each in server.trainer.store.listing() if each.expires_at is not None}
+    assert expiring == {states["gone"]}
+
+
 def test_only_files_are_opened(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = server.fit()
     os.mkfifo(server.folder / "pipe")  # opening it would wait for ever

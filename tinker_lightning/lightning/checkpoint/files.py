@@ -278,6 +278,21 @@ def _entries_below(
             yield from _entries_below(fs, info["name"], depth, followed)
 
 
+def is_of_others(fs: AbstractFileSystem, file: str) -> bool:
+    """Returns whether a file was not written by torch; those that a process still writes are hidden."""
+    if file.endswith(".ckpt"):
+        return False
+    if posixpath.basename(file).startswith("."):
+        return True
+    try:
+        with fs.open(file, "rb") as opened:
+            return bool(opened.read(len(ARCHIVE)) != ARCHIVE)
+    except FileNotFoundError:
+        return True
+    except OSError:  # such as another user's: whoever reads it is told
+        return False
+
+
 def _local_path(path: object) -> Path | None:
     fs, plain = url_to_fs(str(path))
     return Path(plain) if isinstance(fs, LocalFileSystem) else None

@@ -24,7 +24,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from tinker_lightning.client.files import checkpoints
 from tinker_lightning.errors import ServerUnreachable, Unsupported
-from tinker_lightning.lightning.checkpoint.files import ARCHIVE, address, folder_id, folder_of, listed
+from tinker_lightning.lightning.checkpoint.files import address, folder_id, folder_of, is_of_others, listed
 from tinker_lightning.remote import lm
 from tinker_lightning.remote.saved_state import RECORD_PREFIX, SavedState
 
@@ -47,6 +47,7 @@ _NONE: frozenset[str] = frozenset()
 _REST_SECONDS = 10.0
 UNREADABLE = "?"
 """Stands for the states of a file that cannot be read, which may be any."""
+_UNKNOWN = frozenset({UNREADABLE})
 
 TTL_DAYS = 7
 """The days after which a state expires, where the server supports it, if no file names it."""
@@ -131,8 +132,9 @@ class StateRetention:
             }
         return options
 
-    def before_save(self, file: str | os.PathLike[str]) -> frozenset[str]:
-        """Returns the states that a file names before it is written, and adopts the others in its folder."""
+    def before_save(self, file: str | os.PathLike[str], new: frozenset[str] = _NONE) -> frozenset[str]:
+        """Returns the states that a file names before its `new` ones, and adopts the others in its folder."""
+        self._own |= new
         self.adopt([folder_of(file)])
         return self.states_of(file)
 
@@ -225,16 +227,22 @@ class StateRetention:
             self._run = checkpoints.saved_by(saved[state]) or self._run
         named = self._named(folders) | resumed
         self._expiring |= {state for state in named & saved.keys() if saved[state].expires_at is not None}
-        if not self._is_resumed or UNREADABLE in named:
-            return
         ids = {folder_id(folder) for folder in folders}
-        left = [
+        unnamed = [
             each
             for state, each in sorted(saved.items())
-            if state not in named | self._own and each.expires_at is None
-            if checkpoints.saved_by(each) == self._run and checkpoints.written_into(each) in ids
+            if state not in named | self._own and checkpoints.written_into(each) in ids
+            if each.expires_at is not None or checkpoints.saved_by(each) == self._run
         ]
-        for each in self._files.unneeded(left, [*folders, *self._folders()]) if left else ():
+        if not unnamed or not (resumed or self._is_resumed):
+            return
+        needed = self._files.needed(unnamed, [*folders, *self._folders()])
+        self._expiring |= {each.tinker_path for each in unnamed if each.expires_at is not None} & needed
+        if not self._is_resumed or UNREADABLE in named | needed:
+            return
+        for each in unnamed:
+            if each.expires_at is not None or each.tinker_path in needed:
+                continue
             try:
                 self._ask(self._set_expiry, each.tinker_path, TTL_DAYS * 24 * 3600)
             except Exception as error:
@@ -330,7 +338,7 @@ class NamedStates:
             if not path.endswith(ending) or (is_folder and not path.endswith(ending or ".ckpt")):
                 continue
             # Whatever is neither, such as a pipe, is not opened: that might take forever.
-            if not is_folder and (info["type"] != "file" or (not ending and _is_of_others(fs, path))):
+            if not is_folder and (info["type"] != "file" or (not ending and is_of_others(fs, path))):
                 continue
             file, version = fs.unstrip_protocol(path), "folder" if is_folder else str(info)
             if self._read.get(file, ("",))[0] != version:
@@ -338,44 +346,29 @@ class NamedStates:
             found[file] = self._read[file][1]
         return found
 
-    def unneeded(self, states: Iterable[Checkpoint], folders: Iterable[str]) -> list[Checkpoint]:
-        """Returns those of the states of checkpoint files that nothing in folders and their sub-folders may need.
+    def needed(self, states: Iterable[Checkpoint], folders: Iterable[str]) -> frozenset[str]:
+        """Returns what folders and their sub-folders name, and those of the states that something there may need.
 
-        What names no state there may be the file of one in another format. So a state is needed if something has the
-        name of its file, whatever its ending, or if something that is not read has the same ending.
+        What names no state may be a file in another format. So a state of a checkpoint file may be needed if something
+        has the name of its file, whatever its ending, or if something that cannot be read has the same ending.
         """
-        named, names, endings = set[str](), set[str](), set[str]()
+        needed, names, endings = set[str](), set[str](), set[str]()
         for folder in folders:
             read = self.below(folder)
-            named |= _NONE.union(*read.values())
+            needed |= _NONE.union(*read.values())
             fs, root = url_to_fs(folder)
             for info in listed(fs, root, None):
                 path = info["name"].rstrip("/")
+                found = read.get(fs.unstrip_protocol(path), _UNKNOWN)
                 is_pipe = info["type"] == "other" and not info.get("islink")
-                if not is_pipe and not read.get(file := fs.unstrip_protocol(path)):
+                if not is_pipe and not found - _UNKNOWN:
                     names |= set(accumulate(posixpath.basename(path).split("."), "{}.{}".format))
-                    endings |= {posixpath.splitext(path)[1]} if file not in read else set()
-        found = []
-        for each in states if UNREADABLE not in named else ():
+                    endings |= {posixpath.splitext(path)[1]} if found else set()
+        for each in states:
             stem, ending = posixpath.splitext(checkpoints.file_of(each) or "")
-            if stem and each.tinker_path not in named and stem not in names and ending not in endings:
-                found.append(each)
-        return found
-
-
-def _is_of_others(fs: AbstractFileSystem, file: str) -> bool:
-    """Returns whether a file was not written by torch; those that a process still writes are hidden."""
-    if file.endswith(".ckpt"):
-        return False
-    if posixpath.basename(file).startswith("."):
-        return True
-    try:
-        with fs.open(file, "rb") as opened:
-            return bool(opened.read(len(ARCHIVE)) != ARCHIVE)
-    except FileNotFoundError:
-        return True
-    except OSError:  # such as another user's: `_read_states` tells
-        return False
+            if not stem or stem in names or ending in endings:
+                needed.add(each.tinker_path)
+        return frozenset(needed)
 
 
 def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
@@ -396,4 +389,4 @@ def _read_states(fs: AbstractFileSystem, file: str) -> frozenset[str]:
 
 def _unreadable(file: str, reason: str) -> frozenset[str]:
     logger.warning("%s could not be read; remote states are kept while it may name one: %s", file, reason)
-    return frozenset({UNREADABLE})
+    return _UNKNOWN
