@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from tests.helpers.checkpoints import state_in
 from tests.helpers.trainers import quiet
 from tinker_lightning import cli
-from tinker_lightning.client import ServiceClient
+from tinker_lightning.client import RestClient, ServiceClient
 from tinker_lightning.data import ChatData
 from tinker_lightning.errors import TinkerLightningError
 from tinker_lightning.lightning.strategy import TinkerStrategy
@@ -176,12 +176,20 @@ def test_a_state_that_cannot_be_deleted_does_not_hide_what_was(
         delete(self, path)
         delete(self, path, **options)
 
+    runs_listed, list_runs = list[int](), RestClient.list_training_runs
+
+    def counted(self: RestClient, limit: int, offset: int) -> Any:
+        runs_listed.append(offset)
+        return list_runs(self, limit, offset)
+
     monkeypatch.setattr(ServiceClient, "delete_checkpoint", second_fails)
+    monkeypatch.setattr(RestClient, "list_training_runs", counted)
     assert cli.main(["checkpoints", "prune", "--older-than", "0s", "--yes", "--files", str(runs.folders[0])]) == 2
     printed = capsys.readouterr()
     assert "deleted 1 state, " in printed.out
     assert "the disk is read-only" in printed.err
     assert runs.left() == before - set(deleted)
+    assert runs_listed == [0]  # once, not for each state
 
 
 def test_nothing_is_pruned_if_anything_cannot_be_read(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
