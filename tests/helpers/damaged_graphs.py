@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import random
 import resource
 import sys
@@ -223,7 +224,7 @@ class Audit:
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: Any) -> None:
-        if self.on and event.startswith(FORBIDDEN) and not is_import_by_torch():
+        if self.on and event.startswith(FORBIDDEN) and not is_import_by_torch() and not _is_by_the_sdk():
             self.events.append(f"{event} {args!r:.200}")
 
 
@@ -236,6 +237,16 @@ def is_import_by_torch() -> bool:
         if importing and not name.startswith("<frozen importlib"):
             return name.startswith(torch.__path__[0])
         importing = importing or name.startswith("<frozen importlib")
+        frame = frame.f_back
+    return False
+
+
+def _is_by_the_sdk() -> bool:
+    """Whether a thread is one of the official SDK, whose clients send heartbeats until the process ends."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if f"{os.sep}tinker{os.sep}" in frame.f_code.co_filename:
+            return True
         frame = frame.f_back
     return False
 
