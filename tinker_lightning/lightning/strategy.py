@@ -319,7 +319,8 @@ class TinkerStrategy(SingleDeviceStrategy):
             _compat.LOADED_CHECKPOINT.set(self.lightning_module.trainer, {})
         self._resume = None
         super().teardown()
-        self._retention.finish()
+        if self.lightning_module is not None:  # not refused as one that another trainer runs
+            self._retention.finish()
 
 
 class LookAhead:
