@@ -86,8 +86,15 @@ def test_a_fit_reports_what_it_trains_and_what_came_of_it(
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # without a ModelCheckpoint
 @pytest.mark.parametrize(("error", "name"), [(KeyboardInterrupt, "Ctrl-C"), (ValueError, "ValueError")])
 def test_a_fit_that_fails_reports_what_it_has_trained_and_how_to_resume(
-    service: ServiceClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException], name: str
+    service: ServiceClient,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    name: str,
 ) -> None:  # R5.14
+    monkeypatch.chdir(tmp_path)
+
     class Fails(RemoteModule):
         def datums(self, batch: Any) -> list[Any]:
             if self.global_step == 3:
@@ -110,13 +117,13 @@ def test_a_fit_that_fails_reports_what_it_has_trained_and_how_to_resume(
     assert re.fullmatch(
         rf"by {name} after step 3 of 4: 3 steps in \d\d:\d\d, \d+ tokens \(.* tok/s\)", report["Stopped"]
     )
-    assert report["Resume"] == f"with ckpt_path {file}, from step 2; 1 later step will be repeated"
+    assert report["Resume"] == f"with ckpt_path {file.name}, from step 2; 1 later step will be repeated"
     weights = ModelCheckpoint(tmp_path / "weights", every_n_train_steps=2, save_weights_only=True)
     for resume in (failure(None)["Resume"], failure(None, weights)["Resume"]):
         assert resume.startswith("not possible: no checkpoint was written that has more than weights. ModelCheckpoint(")
     again = failure(file)
     assert again["Stopped"].startswith(f"by {name} after step 3 of 4: 1 step in ")
-    assert again["Resume"] == f"with ckpt_path {file} again: no checkpoint was written since"
+    assert again["Resume"] == f"with ckpt_path {file.name} again: no checkpoint was written since"
 
 
 def test_a_report_that_cannot_be_shown_does_not_hide_the_error(
