@@ -10,6 +10,7 @@ import pytest
 import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from packaging.version import Version
 
 from tests.helpers.soaking import diagonal
 from tests.helpers.trainers import SMALL, OnServer, loader, new, quiet
@@ -128,6 +129,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.finish()
 
 
+@pytest.mark.skipif(Version(wandb.__version__) < Version("0.20"), reason="keeps the settings of a process's first run")
 @pytest.mark.usefixtures("offline")
 def test_the_files_of_an_offline_run_have_each_row_once(service: ServiceClient, tmp_path: Path) -> None:
     """Also if it is resumed twice from the same checkpoint, so that all rows of a process are dropped."""
