@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import os
 import random
@@ -241,11 +242,15 @@ def is_import_by_torch() -> bool:
     return False
 
 
+_SPEC = importlib.util.find_spec("tinker")
+_SDK = "" if _SPEC is None or _SPEC.origin is None else os.path.dirname(_SPEC.origin) + os.sep
+
+
 def _is_by_the_sdk() -> bool:
     """Whether a thread is one of the official SDK, whose clients send heartbeats until the process ends."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if f"{os.sep}tinker{os.sep}" in frame.f_code.co_filename:
+        if _SDK and frame.f_code.co_filename.startswith(_SDK):
             return True
         frame = frame.f_back
     return False

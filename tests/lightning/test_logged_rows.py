@@ -129,7 +129,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.finish()
 
 
-@pytest.mark.skipif(Version(wandb.__version__) < Version("0.20"), reason="keeps the settings of a process's first run")
+# With 0.19.10 it passes by itself, but writes no file after another run of the same process. Why is not known.
+@pytest.mark.skipif(Version(wandb.__version__) < Version("0.20"), reason="fails after other W&B runs of the process")
 @pytest.mark.usefixtures("offline")
 def test_the_files_of_an_offline_run_have_each_row_once(service: ServiceClient, tmp_path: Path) -> None:
     """Also if it is resumed twice from the same checkpoint, so that all rows of a process are dropped."""
